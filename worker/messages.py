@@ -1,0 +1,216 @@
+"""What crosses the pipe between the front process and the engine process.
+
+Commands go down, events come up; at most one StepOutput for each step. Times are
+time.monotonic() seconds, which all processes of one machine share.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shared.errors import Code
+from shared.types import FinishReason, SamplingParams
+from worker.step import EngineInfo, Int32Array, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request as the scheduler takes it up."""
+
+    # Unique for the worker's whole life; never reused.
+    uid: int
+    # [prompt_len], at least one token.
+    prompt_token_ids: Int32Array
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    # Absolute; None: never. The deadline fails the request, the time limit finishes it.
+    deadline: float | None = None
+    time_limit: float | None = None
+    arrived_at: float = 0.0
+
+
+# --- commands ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    request: NewRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends requests. Unknown uids are no error: they have ended already.
+
+    With `report`, each ends with a Finished of reason ABORTED; without, nobody listens
+    and nothing is said of it.
+    """
+
+    uids: tuple[int, ...]
+    report: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    call_id: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Leave the loop; what still lives is dropped."""
+
+
+Command = Submit | Abort | FlushCache | Trace | Stop
+
+
+# --- events -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the engine process is doing before it is ready."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model, as gateways see it."""
+
+    name: str
+    architecture: str
+    dtype: str
+    device: str
+    eos_token_ids: tuple[int, ...]
+    overlap_scheduling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerBundle:
+    """What a gateway needs to encode, render and decode: file name -> content."""
+
+    files: dict[str, bytes]
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    model: ModelInfo
+    engine: EngineInfo
+    tokenizer: TokenizerBundle
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Free + cached + held = total, in pages."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_held: int = 0
+    # Since the engine process began.
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    # Seconds during which the device had nothing to do although requests were running.
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    uid: int
+    cached_tokens: int
+    queue_position: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    uid: int
+    reason: FinishReason
+    # The eos or stop token, which is not among the output's entries; else -1.
+    matched_token_id: int
+    cached_tokens: int
+    # Sampled tokens, the matched one included.
+    completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    uid: int
+    code: Code
+    message: str
+    field: str = ""
+    retry_after_ms: int = 0
+
+
+def _no_uids() -> Int64Array:
+    return np.empty(0, np.int64)
+
+
+def _no_tokens() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Entry i is one token: uids[i] sampled token_ids[i].
+
+    The Finished or Failed of a uid comes in the same output as its last token, or later.
+    Every Submit gets exactly one of them, but for an Abort without report.
+    """
+
+    uids: Int64Array = field(default_factory=_no_uids)
+    token_ids: Int32Array = field(default_factory=_no_tokens)
+    started: tuple[Started, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    failed: tuple[Failed, ...] = ()
+    load: Load = field(default_factory=Load)
+    committed_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The loop is alive; sent when there is nothing else to say."""
+
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFlushed:
+    call_id: int
+    pages_freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    call_id: int
+    # A Chrome trace-event file, gzip-compressed.
+    trace_json_gz: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The engine process cannot go on; it exits after this."""
+
+    message: str
+
+
+Event = Progress | Ready | StepOutput | Heartbeat | CacheFlushed | Traced | Fatal
