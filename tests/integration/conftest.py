@@ -1,0 +1,104 @@
+"""Model folders and running pairs for the end-to-end tests."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.pair import Client, Pair, running_pair
+from worker.checkpoint import open_checkpoint
+
+BUILT_IN = "smollm2-135m-instruct"
+ECHO = ("--engine", "echo", "--max-context", "4096", "--echo-step-ms", "1")
+
+MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files() -> dict[str, bytes]:
+    """SmolLM2's own tokenizer, as a worker hands it to gateways."""
+    return open_checkpoint(BUILT_IN).tokenizer_bundle().files
+
+
+@pytest.fixture(scope="session")
+def make_model_folder(
+    tokenizer_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory
+) -> MakeFolder:
+    """Builds a model folder: SmolLM2's tokenizer, a two-layer config, and what a test alters."""
+
+    def make(
+        *,
+        chat_template: str | None = None,
+        eos_token_id: list[int] | None = None,
+        tokenizer_json: bytes | None = None,
+        tokenizer_config: dict[str, object] | None = None,
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        files = dict(tokenizer_files)
+        if chat_template is not None:
+            files["chat_template.jinja"] = chat_template.encode()
+        if tokenizer_json is not None:
+            files["tokenizer.json"] = tokenizer_json
+        if tokenizer_config is not None:
+            merged = {**json.loads(files["tokenizer_config.json"]), **tokenizer_config}
+            merged.pop("chat_template", None)
+            files["tokenizer_config.json"] = json.dumps(merged).encode()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+        generation = {"eos_token_id": eos_token_id or [2]}
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        return folder
+
+    return make
+
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="session")
+def echo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A fast echo worker behind a gateway."""
+    with running_pair(tmp_path_factory.mktemp("echo"), ECHO) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def slow_echo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """An echo worker that takes 20 ms a step, with room for 4 running and 4 waiting."""
+    args = (*ECHO[:-1], "20", "--max-running", "4", "--max-waiting", "4")
+    with running_pair(tmp_path_factory.mktemp("slow"), args) as pair:
+        yield pair
+
+
+@pytest.fixture
+async def client(echo_pair: Pair) -> AsyncIterator[Client]:
+    async with Client(echo_pair.address) as client:
+        yield client
+        await client.assert_clean()
+
+
+@pytest.fixture
+async def slow_client(slow_echo_pair: Pair) -> AsyncIterator[Client]:
+    async with Client(slow_echo_pair.address) as client:
+        yield client
+        await client.assert_clean()

@@ -1,0 +1,214 @@
+"""A worker and a gateway as real processes on loopback, and what tests ask of them."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+
+START_TIMEOUT_S = 60.0
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass
+class Service:
+    """One child process that serves gRPC on `address`; its output goes to `log`."""
+
+    module: str
+    args: Sequence[str]
+    address: str
+    log: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", self.module, "--listen", self.address, *self.args],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "NO_COLOR": "1"},
+            )
+
+    def wait_serving(self, *, serving: bool = True, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Blocks until the health service answers (NOT_)SERVING. Raises AssertionError."""
+        until = time.monotonic() + timeout_s
+        while self.is_serving() is not serving:
+            assert time.monotonic() < until, f"{self.module} health:\n{self.tail()}"
+            if serving:
+                assert self.process.poll() is None, f"{self.module} exited:\n{self.tail()}"
+            time.sleep(0.05)
+
+    def is_serving(self) -> bool:
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+            except grpc.RpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(f"{self.module} ignored SIGTERM:\n{self.tail()}") from None
+
+
+@dataclass
+class Pair:
+    """A gateway with its workers."""
+
+    gateway: Service
+    workers: list[Service]
+
+    @property
+    def address(self) -> str:
+        return self.gateway.address
+
+
+@contextmanager
+def running_pair(
+    folder: Path,
+    worker_args: Sequence[str],
+    gateway_args: Sequence[str] = (),
+    *,
+    num_workers: int = 1,
+) -> Iterator[Pair]:
+    """Starts the processes, waits until they serve, and stops them at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    workers = [
+        Service(
+            "worker",
+            worker_args,
+            f"127.0.0.1:{free_port()}",
+            folder / f"worker{index}.log",
+        )
+        for index in range(num_workers)
+    ]
+    gateway = Service(
+        "gateway",
+        ["--workers", ",".join(w.address for w in workers), *gateway_args],
+        f"127.0.0.1:{free_port()}",
+        folder / "gateway.log",
+    )
+    services = [*workers, gateway]
+    for service in services:
+        service.start()
+    try:
+        for service in services:
+            service.wait_serving()
+        yield Pair(gateway, workers)
+    finally:
+        for service in reversed(services):
+            service.stop()
+
+
+class Client:
+    """The public API over one channel, and the page check that ends every test."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.aio.insecure_channel(
+            address,
+            options=[
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+        self.stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self.channel)  # type: ignore[assignment]
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+
+    def stream(
+        self, request: pb.GenerateRequest, *, timeout_s: float = 60
+    ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]":
+        return self.stub.GenerateStream(request, timeout=timeout_s)
+
+    async def collect(self, request: pb.GenerateRequest, *, timeout_s: float = 60) -> "Collected":
+        """Streams a request to its end."""
+        return await collect(self.stream(request, timeout_s=timeout_s))
+
+    async def tokenize(self, text: str) -> list[int]:
+        request = pb.TokenizeRequest(text=text, add_special_tokens=False)
+        return list((await self.stub.Tokenize(request)).token_ids)
+
+    async def load(self) -> pb.GetLoadResponse:
+        return await self.stub.GetLoad(pb.GetLoadRequest())
+
+    async def assert_clean(self, *, timeout_s: float = 5) -> None:
+        """Nothing runs, nothing waits, and every page is free or cached."""
+        until = time.monotonic() + timeout_s
+        while True:
+            load = await self.load()
+            if load.live_requests == 0 and all(is_clean(worker) for worker in load.workers):
+                return
+            assert time.monotonic() < until, f"something was left behind: {load}"
+            await asyncio.sleep(0.02)
+
+
+def is_clean(load: pb.WorkerLoad) -> bool:
+    return (
+        load.running == load.waiting == load.pages_held == 0
+        and load.pages_free + load.pages_cached == load.pages_total
+    )
+
+
+@dataclass
+class Collected:
+    """A whole stream."""
+
+    started: pb.Started
+    deltas: list[pb.Delta]
+    finished: pb.Finished
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids = [token_id for delta in self.deltas for token_id in delta.token_ids]
+        return ids + list(self.finished.trailing_token_ids)
+
+
+async def collect(stream: AsyncIterator[pb.GenerateStreamResponse]) -> Collected:
+    """Reads a stream to its end, holding it to the order Started, Delta…, Finished."""
+    events = [event async for event in stream]
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["started", *["delta"] * (len(kinds) - 2), "finished"], kinds
+    deltas = [event.delta for event in events[1:-1]]
+    assert all(delta.text for delta in deltas), "an empty delta"
+    return Collected(events[0].started, deltas, events[-1].finished)
