@@ -1,0 +1,197 @@
+"""Prometheus metrics of both services: objects that are passed in, not imported.
+
+Names follow the field's: seconds and ratios, `_total` for counters. Each process has its
+own registry, so a test can have as many as it likes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_LATENCY_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+_ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 4.0)
+
+
+class LoadSample(Protocol):
+    """The engine's numbers, as a worker last heard them."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def pages_total(self) -> int: ...
+    @property
+    def pages_cached(self) -> int: ...
+    @property
+    def pages_held(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def idle_s(self) -> float: ...
+
+
+class _LoadCollector(Collector):
+    """Reads the last load when it is scraped, so that no step pays for it."""
+
+    def __init__(self, read: Callable[[], LoadSample]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._read()
+        pages = max(load.pages_total, 1)
+        hit_ratio = load.cached_tokens / max(load.prompt_tokens, 1)
+        yield _gauge("tandem_requests_running", "Requests in the running batch.", load.running)
+        yield _gauge("tandem_requests_waiting", "Requests in the queue.", load.waiting)
+        yield _gauge(
+            "tandem_kv_cache_usage_ratio", "KV pages held by requests.", load.pages_held / pages
+        )
+        yield _gauge(
+            "tandem_kv_cache_cached_ratio", "KV pages kept as prefixes.", load.pages_cached / pages
+        )
+        yield _gauge(
+            "tandem_prefix_cache_hit_ratio", "Prompt tokens found in the cache.", hit_ratio
+        )
+        yield _counter("tandem_steps", "Engine steps.", load.steps)
+        yield _counter("tandem_preemptions", "Requests sent back to the queue.", load.preemptions)
+        yield _counter("tandem_prompt_tokens", "Prompt tokens admitted.", load.prompt_tokens)
+        yield _counter("tandem_cached_tokens", "Those found in the cache.", load.cached_tokens)
+        yield _counter("tandem_generation_tokens", "Tokens sampled.", load.generated_tokens)
+        yield _counter(
+            "tandem_step_gap_seconds", "Device idle while requests were running.", load.idle_s
+        )
+
+
+class WorkerMetrics:
+    """What a worker's front counts itself, and the engine's load at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry, load: Callable[[], LoadSample]) -> None:
+        registry.register(_LoadCollector(load))
+        self.requests = Counter(
+            "tandem_requests",
+            "Accepted requests by how they ended: a finish reason or a status code.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.rejections = Counter(
+            "tandem_request_rejections",
+            "Requests refused at once, by status code.",
+            ["code"],
+            registry=registry,
+        )
+        self.engine_restarts = Counter(
+            "tandem_engine_restarts", "Engine processes lost and replaced.", registry=registry
+        )
+        self.links = Gauge("tandem_links", "Gateways connected.", registry=registry)
+        self.queue_time = Histogram(
+            "tandem_request_queue_time_seconds",
+            "Arrival to the first prefill step.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.prefill_time = Histogram(
+            "tandem_request_prefill_time_seconds",
+            "First prefill step to the first token.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.decode_time = Histogram(
+            "tandem_request_decode_time_seconds",
+            "First token to the last.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+
+class GatewayMetrics:
+    """What a gateway process counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "tandem_requests",
+            "RPCs by how they ended: a finish reason or a status code.",
+            ["method", "outcome"],
+            registry=registry,
+        )
+        self.live_requests = Gauge(
+            "tandem_requests_live", "Requests being streamed now.", registry=registry
+        )
+        self.workers_ready = Gauge(
+            "tandem_workers_ready", "Workers that take requests.", registry=registry
+        )
+        self.worker_losses = Counter(
+            "tandem_worker_losses", "Links to a worker that broke.", registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "tandem_prompt_tokens", "Prompt tokens submitted.", registry=registry
+        )
+        self.generation_tokens = Counter(
+            "tandem_generation_tokens", "Tokens delivered.", registry=registry
+        )
+        self.messages = Counter(
+            "tandem_stream_messages", "Stream messages sent to clients.", registry=registry
+        )
+        self.time_to_first_token = Histogram(
+            "tandem_time_to_first_token_seconds",
+            "Arrival at the gateway to the first token.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_latency = Histogram(
+            "tandem_inter_token_latency_seconds",
+            "Mean time between a request's tokens.",
+            buckets=_ITL_BUCKETS,
+            registry=registry,
+        )
+        self.request_duration = Histogram(
+            "tandem_request_duration_seconds",
+            "Arrival at the gateway to the end.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.hop_lag = Histogram(
+            "tandem_worker_hop_lag_seconds",
+            "Commit of a step in the worker to its arrival here.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+
+
+@contextmanager
+def metrics_exporter(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
+    """Serves the registry over HTTP from a thread of its own; yields the bound port.
+
+    Port 0 turns it off. Raises OSError when the port is taken.
+    """
+    if port == 0:
+        yield 0
+        return
+    server, thread = start_http_server(port, addr=host, registry=registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
