@@ -1,0 +1,110 @@
+"""One channel to a gateway, for the command line: the public API, failures in plain words."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from shared.grpc_options import channel_options
+from shared.interceptors import error_from_rpc
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+
+_ADVICE = {
+    grpc.StatusCode.UNAVAILABLE: "is a gateway ready at {address}? `tandem up` starts one",
+    grpc.StatusCode.NOT_FOUND: "`tandem model` shows what is served",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "a longer --timeout gives it more time",
+    grpc.StatusCode.UNIMPLEMENTED: "leave that option out, or update the server",
+    grpc.StatusCode.INTERNAL: "the server's log says more",
+    grpc.StatusCode.UNKNOWN: "the server's log says more",
+}
+
+
+class CallError(Exception):
+    """A call that failed: the status, the server's words, and what to do about it."""
+
+    def __init__(self, status: str, message: str, advice: str) -> None:
+        super().__init__(f"{status}: {message}" + (f" ({advice})" if advice else ""))
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole completion."""
+
+    request_id: str
+    text: str
+    finished: pb.Finished
+
+
+class Client:
+    """Calls the gateway at `address`; every call ends by `timeout_s` (None: never)."""
+
+    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        # gRPC would wait up to two minutes before it tries a lost gateway again.
+        options = channel_options(max_reconnect_backoff_ms=1000)
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._stub = pb_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def stream(
+        self, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """The events of one request; leaving early cancels it. Raises CallError."""
+        call = self._stub.GenerateStream(request, timeout=self._timeout_s)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise self._call_error(error) from None
+        finally:
+            call.cancel()
+
+    async def generate(self, request: pb.GenerateRequest, on_text: Callable[[str], None]) -> Answer:
+        """Streams a request, telling its text as it comes. Raises CallError."""
+        request_id, texts, finished = "", list[str](), pb.Finished()
+        async with aclosing(self.stream(request)) as events:
+            async for event in events:
+                if event.HasField("started"):
+                    request_id = event.started.request_id
+                elif event.HasField("delta"):
+                    texts.append(event.delta.text)
+                    on_text(event.delta.text)
+                elif event.HasField("finished"):
+                    finished = event.finished
+        return Answer(request_id, "".join(texts), finished)
+
+    async def model(self) -> pb.GetModelResponse:
+        """What is served. Raises CallError."""
+        try:
+            response: pb.GetModelResponse = await self._stub.GetModel(
+                pb.GetModelRequest(), timeout=self._timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._call_error(error) from None
+        return response
+
+    def _call_error(self, error: grpc.aio.AioRpcError) -> CallError:
+        advice = _ADVICE.get(error.code(), "").format(address=self.address)
+        retry_after_ms = error_from_rpc(error).retry_after_ms
+        if retry_after_ms:
+            advice = f"try again in {retry_after_ms / 1000:g} s"
+        return CallError(error.code().name, error.details() or "no details", advice)

@@ -1,0 +1,232 @@
+"""The command `tandem`: declares its commands and options, and nothing else."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from enum import IntEnum
+from io import TextIOWrapper
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from gateway.cli import demo as demo_command
+from gateway.cli import health as health_command
+from gateway.cli import up as up_command
+from gateway.cli.chat import chat as run_chat
+from gateway.cli.child import python_command
+from gateway.cli.client import CallError
+from gateway.cli.generate import GenerateOptions, build_request, generate_json
+from gateway.cli.generate import generate as stream_generate
+from gateway.cli.model import show_model
+from gateway.cli.terminal import stderr_console, write_error
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from shared.version import tandem_version
+
+
+class ExitCode(IntEnum):
+    """What the shell sees, besides 0."""
+
+    FAILED = 1
+    # As shells report a program that Ctrl-C ended.
+    INTERRUPTED = 130
+
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve a language model over gRPC, and talk to it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# For the two commands that hand every flag on, --help too.
+_PASS_THROUGH = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+_UINT32_MAX = 2**32 - 1
+_UINT64_MAX = 2**64 - 1
+_INT32_MAX = 2**31 - 1
+
+Address = Annotated[
+    str, typer.Option(help="The gateway, host:port.", envvar="TANDEM_ADDRESS", show_default=True)
+]
+Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole call.", min=0.001)]
+System = Annotated[str, typer.Option(help="The system message of a chat.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Most tokens to sample.", min=0, max=_UINT32_MAX)
+]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", min=-1, max=_INT32_MAX),
+]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens that reach p.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Same seed, same completion.", min=0, max=_UINT64_MAX)
+]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object instead.")]
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_WORKER_ADDRESS = "127.0.0.1:50052"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tandem {tandem_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    # A terminal that cannot show a character gets a "?" rather than a traceback.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+@app.command()
+def up(
+    worker_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- WORKER FLAGS]", help="As `tandem worker --help` lists them."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A folder, a GGUF file or a hub id. Not set: the built-in one.")
+    ] = "",
+    listen: Annotated[
+        str, typer.Option(help="The gateway's address, host:port.")
+    ] = DEFAULT_ADDRESS,
+    worker_listen: Annotated[
+        str, typer.Option(help="The worker's address, host:port.")
+    ] = DEFAULT_WORKER_ADDRESS,
+    start_timeout: Annotated[
+        float, typer.Option(help="Seconds that loading may take.", min=1)
+    ] = up_command.START_TIMEOUT_S,
+) -> None:
+    """Run a worker and a gateway in this terminal; Ctrl-C stops both."""
+    arguments = [*(["--model", model] if model else []), *(worker_arguments or [])]
+    options = up_command.UpOptions(listen, worker_listen, arguments, start_timeout_s=start_timeout)
+    raise typer.Exit(asyncio.run(up_command.up(options)))
+
+
+@app.command()
+def demo(
+    question: Annotated[
+        str, typer.Argument(help="What to ask.")
+    ] = "What is the capital of France? Answer in one sentence.",
+    model: Annotated[str, typer.Option(help="As for `tandem up`.")] = "",
+    logs: Annotated[bool, typer.Option(help="Show what the two services log.")] = False,
+) -> None:
+    """Start both services on free ports, stream one answer, stop both."""
+    arguments = ["--model", model] if model else []
+    code = asyncio.run(demo_command.demo(question, arguments, shows_logs=logs))
+    raise typer.Exit(code)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def worker(context: typer.Context) -> None:
+    """Run a worker; `tandem worker --help` lists its flags."""
+    _become("worker", context.args)
+
+
+@app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def gateway(context: typer.Context) -> None:
+    """Run a gateway; `tandem gateway --help` lists its flags."""
+    _become("gateway", context.args)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
+    is_chat: Annotated[
+        bool,
+        typer.Option("--chat/--raw", help="As a user's chat message, or as it stands."),
+    ] = True,
+    system: System = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    address: Address = DEFAULT_ADDRESS,
+    timeout: Timeout = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stream one completion to the terminal."""
+    options = GenerateOptions(
+        is_chat, system, max_tokens, temperature, top_k, top_p, seed, stop or ()
+    )
+    request = build_request(options, [pb.ChatMessage(role="user", content=_prompt(prompt))])
+    run = generate_json if as_json else stream_generate
+    _call(run(address, request, timeout))
+
+
+@app.command()
+def chat(
+    system: System = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    address: Address = DEFAULT_ADDRESS,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for an answer.")] = None,
+) -> None:
+    """Talk with the model; /help lists what a line can do."""
+    options = GenerateOptions(True, system, max_tokens, temperature, top_k, top_p, seed, stop or ())
+    run_chat(address, options, timeout)
+
+
+@app.command()
+def model(
+    address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0, as_json: AsJson = False
+) -> None:
+    """Show what is served."""
+    _call(show_model(address, timeout, as_json=as_json))
+
+
+@app.command()
+def health(
+    address: Address = DEFAULT_ADDRESS,
+    service: Annotated[str, typer.Option(help="A service's full name.")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds.", min=0.001)] = 5.0,
+) -> None:
+    """Ask a gateway or a worker for its health; exit code 0 when it is SERVING."""
+    answer = health_command.probe(address, service=service, timeout_s=timeout)
+    typer.echo(answer)
+    if answer != "SERVING":
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _prompt(argument: str) -> str:
+    raw = sys.stdin.buffer.read() if argument == "-" else os.fsencode(argument)
+    # Bytes that are no UTF-8 cannot be sent; each becomes a replacement character.
+    return raw.decode(errors="replace")
+
+
+def _become(module: str, arguments: list[str]) -> NoReturn:
+    command = python_command(module, *arguments)
+    os.execv(command[0], command)
+
+
+def _call(work: Coroutine[Any, Any, None]) -> None:
+    """Runs a call to its end; a failure is one line on stderr and an exit code."""
+    try:
+        asyncio.run(work)
+    except CallError as error:
+        write_error(stderr_console(), str(error))
+        raise typer.Exit(ExitCode.FAILED) from None
+    except KeyboardInterrupt:
+        stderr_console().print("\n[dim]cancelled[/]")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
