@@ -1,0 +1,1 @@
+"""The engine for NVIDIA GPUs; imported by worker.engine.factory alone."""

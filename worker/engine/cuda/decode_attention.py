@@ -1,0 +1,338 @@
+"""Attention of decode rows: q/k norm, rotary embedding, KV append and paged attention in one kernel.
+
+The kernel needs no plan from the host. A tiny kernel run once a step cuts every row's cached
+tokens into chunks on the device, from lengths that lie there; its grid depends on the batch
+size alone, so a CUDA graph of a decode step stays valid for any lengths. (FlashInfer's decode
+reads as fast, but its plan costs 1.6 ms of host time at batch 256 and must be copied before
+every replay.)
+
+KV pages are laid out [num_pages, num_kv_heads, page_size, head_dim], the layout FlashInfer
+calls HND: one head's tokens of a page are contiguous.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# log2(e): the softmax is computed with exp2, which is one instruction.
+_LOG2E = 1.4426950408889634
+# tl.dot needs 16 rows; a group of query heads is padded to that.
+_GROUP_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """What a decode attention is compiled for."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What is still to be done to q and k: optional norm of each head, then rotation."""
+
+    # [max_context, head_dim], cosines in the first half.
+    cos_sin: torch.Tensor
+    # [head_dim] each, or None where the model has no such norm.
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    norm_eps: float
+
+
+class DecodeWork:
+    """The chunks of one batch size's rows, on the device, and the space for partial results.
+
+    Owned by the step that runs; `plan` fills it anew at the start of every step, on the
+    stream of that step, so no two steps in flight share it unless they are ordered.
+    """
+
+    def __init__(self, shape: DecodeShape, batch: int, device: torch.device) -> None:
+        self.shape = shape
+        self.batch = batch
+        # About two waves of work on 132 multiprocessors; never fewer than 4 chunks a row at
+        # batch 1..8, where one chunk per row would leave most of the device idle.
+        self.target_chunks = target_chunks(batch, shape.num_kv_heads)
+        self.max_items = batch + self.target_chunks
+        self.item_rows = torch.zeros(self.max_items, dtype=torch.int32, device=device)
+        self.first_items = torch.zeros(batch, dtype=torch.int32, device=device)
+        # [total items, chunk length]
+        self.totals = torch.zeros(2, dtype=torch.int32, device=device)
+        heads = shape.num_q_heads
+        self.partial_out = torch.empty(
+            self.max_items, heads, shape.head_dim, dtype=torch.float32, device=device
+        )
+        self.partial_max = torch.empty(self.max_items, heads, dtype=torch.float32, device=device)
+        self.partial_sum = torch.empty(self.max_items, heads, dtype=torch.float32, device=device)
+        # How many chunks of a (row, kv head) are done; the last one resets it.
+        self.arrivals = torch.zeros(batch, shape.num_kv_heads, dtype=torch.int32, device=device)
+
+    def plan(self, cached_lens: torch.Tensor) -> None:
+        """Cuts the rows' cached tokens into chunks; `cached_lens` is [batch] int32."""
+        _plan_kernel[(1,)](
+            cached_lens,
+            self.item_rows,
+            self.first_items,
+            self.totals,
+            self.batch,
+            TARGET=self.target_chunks,
+            BLOCK_B=triton.next_power_of_2(self.batch),
+            num_warps=4,
+        )
+
+
+def target_chunks(batch: int, num_kv_heads: int) -> int:
+    """How many chunks a batch is cut into beyond one per row."""
+    return max(2 * batch, 512 // num_kv_heads)
+
+
+def decode_attention(
+    work: DecodeWork,
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    cached_lens: torch.Tensor,
+    rotary: Rotary | None,
+    block_n: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> None:
+    """Writes K and V of each row's new token to its page and attends over all its tokens.
+
+    q is [batch, num_q_heads * head_dim], k and v [batch, num_kv_heads * head_dim], their rows
+    strided; `rotary` None means that q and k are rotated already. `out` is like q.
+    `page_table` is [max_rows + 1, columns] int32.
+    """
+    shape = work.shape
+    has_norm = rotary is not None and rotary.q_norm is not None
+    cos_sin = rotary.cos_sin if rotary is not None else q
+    _decode_kernel[(shape.num_kv_heads, work.max_items)](
+        out,
+        q,
+        k,
+        v,
+        k_pages,
+        v_pages,
+        page_table,
+        rows,
+        cached_lens,
+        cos_sin,
+        rotary.q_norm if rotary is not None and has_norm else q,
+        rotary.k_norm if rotary is not None and has_norm else q,
+        work.item_rows,
+        work.first_items,
+        work.totals,
+        work.partial_out,
+        work.partial_max,
+        work.partial_sum,
+        work.arrivals,
+        page_table.stride(0),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        out.stride(0),
+        rotary.norm_eps if rotary is not None else 0.0,
+        shape.head_dim**-0.5 * _LOG2E,
+        HAS_NORM=has_norm,
+        HAS_ROPE=rotary is not None,
+        NUM_Q_HEADS=shape.num_q_heads,
+        NUM_KV_HEADS=shape.num_kv_heads,
+        HEAD_DIM=shape.head_dim,
+        PAGE_SIZE=shape.page_size,
+        GROUP_ROWS=_GROUP_ROWS,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+@triton.jit
+def _plan_kernel(  # type: ignore[no-untyped-def]
+    cached_lens, item_rows, first_items, totals, batch, TARGET: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    b = tl.arange(0, BLOCK_B)
+    mask = b < batch
+    lens = tl.load(cached_lens + b, mask=mask, other=0)
+    # The sum of ceil(len / chunk) is then at most batch + TARGET. 64 is the attention's tile.
+    chunk = tl.cdiv(tl.cdiv(tl.sum(lens, 0), TARGET), 64) * 64
+    chunk = tl.maximum(chunk, 64)
+    # A row without cached tokens still has one chunk, which holds its new token.
+    counts = tl.where(mask, tl.maximum(tl.cdiv(lens, chunk), 1), 0)
+    first = tl.cumsum(counts, 0) - counts
+    tl.store(first_items + b, first, mask=mask)
+    for i in range(tl.max(counts, 0)):
+        tl.store(item_rows + first + i, b, mask=i < counts)
+    tl.store(totals, tl.sum(counts, 0))
+    tl.store(totals + 1, chunk)
+
+
+@triton.jit
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    out,
+    q_new,
+    k_new,
+    v_new,
+    k_pages,
+    v_pages,
+    page_table,
+    rows,
+    cached_lens,
+    cos_sin,
+    q_norm,
+    k_norm,
+    item_rows,
+    first_items,
+    totals,
+    partial_out,
+    partial_max,
+    partial_sum,
+    arrivals,
+    page_table_stride,
+    q_stride,
+    k_stride,
+    v_stride,
+    out_stride,
+    norm_eps,
+    softmax_scale,
+    HAS_NORM: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    head = tl.program_id(0)
+    item = tl.program_id(1)
+    total = tl.load(totals)
+    if item >= total:
+        return
+    chunk = tl.load(totals + 1)
+    b = tl.load(item_rows + item)
+    first = tl.load(first_items + b)
+    cached_len = tl.load(cached_lens + b)
+    table = page_table + tl.load(rows + b).to(tl.int64) * page_table_stride
+    num_chunks = tl.maximum(tl.cdiv(cached_len, chunk), 1)
+    begin = (item - first) * chunk
+    end = tl.minimum(begin + chunk, cached_len)
+    is_last_chunk = (item - first) == num_chunks - 1
+
+    GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, HEAD_DIM)
+    g = tl.arange(0, GROUP_ROWS)
+    partner = (d + HALF) % HEAD_DIM
+    dtype = q_new.dtype.element_ty
+    if HAS_ROPE:
+        cos = tl.load(cos_sin + cached_len * HEAD_DIM + d % HALF).to(tl.float32)
+        sin = tl.load(cos_sin + cached_len * HEAD_DIM + HALF + d % HALF).to(tl.float32)
+        sin = tl.where(d < HALF, -sin, sin)
+
+    # Queries of this kv head's group: [GROUP_ROWS, HEAD_DIM], rows from GROUP on are zero.
+    q_base = q_new + b * q_stride + (head * GROUP + g[:, None]) * HEAD_DIM
+    in_group = (g < GROUP)[:, None]
+    q = tl.load(q_base + d[None, :], mask=in_group, other=0.0)
+    if HAS_ROPE:
+        wide = q.to(tl.float32)
+        across = tl.load(q_base + partner[None, :], mask=in_group, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + norm_eps)[:, None]
+            wide = wide * scale * tl.load(q_norm + d).to(tl.float32)[None, :]
+            across = across * scale * tl.load(q_norm + partner).to(tl.float32)[None, :]
+        q = (wide * cos[None, :] + across * sin[None, :]).to(dtype)
+
+    highest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total_weight = tl.zeros([GROUP_ROWS], tl.float32)
+    acc = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
+    if is_last_chunk:
+        # The new token: appended to its page, and the first term of this chunk's softmax.
+        k_base = k_new + b * k_stride + head * HEAD_DIM
+        own_k = tl.load(k_base + d)
+        if HAS_ROPE:
+            wide_k = own_k.to(tl.float32)
+            across_k = tl.load(k_base + partner).to(tl.float32)
+            if HAS_NORM:
+                scale_k = tl.rsqrt(tl.sum(wide_k * wide_k, 0) / HEAD_DIM + norm_eps)
+                wide_k = wide_k * scale_k * tl.load(k_norm + d).to(tl.float32)
+                across_k = across_k * scale_k * tl.load(k_norm + partner).to(tl.float32)
+            own_k = (wide_k * cos + across_k * sin).to(dtype)
+        own_v = tl.load(v_new + b * v_stride + head * HEAD_DIM + d)
+        own_page = tl.load(table + cached_len // PAGE_SIZE).to(tl.int64)
+        slot = ((own_page * NUM_KV_HEADS + head) * PAGE_SIZE + cached_len % PAGE_SIZE) * HEAD_DIM
+        tl.store(k_pages + slot + d, own_k)
+        tl.store(v_pages + slot + d, own_v)
+        highest = tl.sum(q.to(tl.float32) * own_k.to(tl.float32)[None, :], 1) * softmax_scale
+        total_weight += 1.0
+        acc += own_v.to(tl.float32)[None, :]
+
+    head_offset = head * PAGE_SIZE * HEAD_DIM
+    n = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        position = start + n
+        valid = position < end
+        page = tl.load(table + position // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        offset = page * (NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + head_offset
+        offset += (position % PAGE_SIZE) * HEAD_DIM
+        k = tl.load(k_pages + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0)
+        v = tl.load(v_pages + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * softmax_scale
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        decay = tl.exp2(highest - new_highest)
+        weights = tl.exp2(scores - new_highest[:, None])
+        total_weight = total_weight * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v)
+        highest = new_highest
+
+    heads = head * GROUP + g
+    out_ptr = out + b * out_stride + heads[:, None] * HEAD_DIM + d[None, :]
+    if num_chunks == 1:
+        tl.store(out_ptr, (acc / total_weight[:, None]).to(out.dtype.element_ty), mask=in_group)
+    else:
+        part = item * NUM_Q_HEADS + heads
+        tl.store(partial_out + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group)
+        tl.store(partial_max + part, highest, mask=g < GROUP)
+        tl.store(partial_sum + part, total_weight, mask=g < GROUP)
+        # Every thread's stores come before the one thread's release below.
+        tl.debug_barrier()
+        counter = arrivals + b * NUM_KV_HEADS + head
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_chunks - 1:
+            tl.store(counter, 0)
+            highest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+            total_weight = tl.zeros([GROUP_ROWS], tl.float32)
+            acc = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
+            # In the order of the chunks, so that the sum does not depend on who came last.
+            for i in range(first, first + num_chunks):
+                part = i * NUM_Q_HEADS + heads
+                # .cg: the partial results of other multiprocessors are not in this one's L1.
+                chunk_max = tl.load(
+                    partial_max + part, mask=g < GROUP, other=0.0, cache_modifier=".cg"
+                )
+                chunk_sum = tl.load(
+                    partial_sum + part, mask=g < GROUP, other=1.0, cache_modifier=".cg"
+                )
+                chunk_out = tl.load(
+                    partial_out + part[:, None] * HEAD_DIM + d[None, :],
+                    mask=in_group,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                new_highest = tl.maximum(highest, chunk_max)
+                decay = tl.exp2(highest - new_highest)
+                weight = tl.exp2(chunk_max - new_highest)
+                total_weight = total_weight * decay + chunk_sum * weight
+                acc = acc * decay[:, None] + chunk_out * weight[:, None]
+                highest = new_highest
+            tl.store(out_ptr, (acc / total_weight[:, None]).to(out.dtype.element_ty), mask=in_group)
