@@ -1,0 +1,1 @@
+"""Where models come from: folders, the hub, GGUF files, the built-in one, or nothing."""

@@ -1,0 +1,1 @@
+"""The models that can be served: torch only; knows no engine and no scheduler."""

@@ -1,0 +1,48 @@
+"""Llama (https://arxiv.org/abs/2302.13971) and Mistral (https://arxiv.org/abs/2310.06825).
+
+Mistral differs by its sliding window alone, which `ModelConfig.max_context` stays within.
+"""
+
+from torch import Tensor
+
+from worker.models.attention import Attend
+from worker.models.decoder import Decoder
+from worker.models.layers import Build, Linear, Slots
+from worker.models.ops import Rotation
+
+
+class LlamaAttention:
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245)."""
+
+    def __init__(self, build: Build, index: int) -> None:
+        config = build.config
+        self._ops = build.ops
+        self._index = index
+        self._head_dim = config.head_dim
+        # Heads of the joint projection: queries, keys, values; the first two rotate.
+        self._split = (config.num_heads, 2 * config.num_kv_heads)
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = Linear(build, config.hidden_size, parts, bias=config.attention_bias)
+        self.out = Linear(build, q_size, {"o_proj": config.hidden_size}, bias=config.attention_bias)
+
+    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self._head_dim)
+        q, kv = qkv.split_with_sizes(self._split, dim=1)
+        qk = qkv[:, : self._num_rotated]
+        self._ops.rotate(qk, rotation)
+        return self.out(attend(self._index, q, kv))
+
+    def slots(self, prefix: str) -> Slots:
+        return self.qkv.slots(prefix) | self.out.slots(prefix)
+
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.out.pack()
+
+
+def llama_for_causal_lm(build: Build) -> Decoder:
+    """LlamaForCausalLM and MistralForCausalLM."""
+    return Decoder(build, LlamaAttention)

@@ -1,0 +1,48 @@
+"""Qwen3, the dense ones (https://arxiv.org/abs/2505.09388): RMSNorm on each q and k head."""
+
+from torch import Tensor
+
+from worker.models.attention import Attend
+from worker.models.decoder import Decoder
+from worker.models.layers import Build, HeadNorm, Linear, Slots
+from worker.models.ops import Rotation
+
+
+class Qwen3Attention:
+    """Grouped-query attention whose queries and keys are normed before they rotate."""
+
+    def __init__(self, build: Build, index: int) -> None:
+        config = build.config
+        self._ops = build.ops
+        self._index = index
+        self._head_dim = config.head_dim
+        # Heads of the joint projection: queries, keys, values; the first two rotate.
+        self._split = (config.num_heads, 2 * config.num_kv_heads)
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv = Linear(build, config.hidden_size, parts, bias=config.attention_bias)
+        self.qk_norm = HeadNorm(build)
+        self.out = Linear(build, q_size, {"o_proj": config.hidden_size}, bias=config.attention_bias)
+
+    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self._head_dim)
+        q, kv = qkv.split_with_sizes(self._split, dim=1)
+        qk = qkv[:, : self._num_rotated]
+        self.qk_norm(qk)
+        self._ops.rotate(qk, rotation)
+        return self.out(attend(self._index, q, kv))
+
+    def slots(self, prefix: str) -> Slots:
+        return self.qkv.slots(prefix) | self.qk_norm.slots(prefix) | self.out.slots(prefix)
+
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.qk_norm.pack()
+        self.out.pack()
+
+
+def qwen3_for_causal_lm(build: Build) -> Decoder:
+    """Qwen3ForCausalLM."""
+    return Decoder(build, Qwen3Attention)
