@@ -1,0 +1,1 @@
+"""Engines: what runs the steps that the scheduler plans."""

@@ -1,0 +1,56 @@
+"""Which requests are taken into the queue at all, and the page arithmetic of letting them run."""
+
+import numpy as np
+
+from shared.errors import InvalidArgumentError, UnimplementedError
+from worker.messages import NewRequest
+from worker.scheduler.rows import Phase, RowTable
+from worker.step import EngineInfo, Int32Array, Int64Array
+
+
+def check_request(new: NewRequest, info: EngineInfo) -> None:
+    """Raises ServingError for what could never run, naming the public field."""
+    prompt_len = len(new.prompt_token_ids)
+    if not prompt_len:
+        raise InvalidArgumentError("prompt", "must have at least one token")
+    if prompt_len >= info.max_context:
+        raise InvalidArgumentError(
+            "prompt",
+            f"has {prompt_len} tokens, but the context of {info.max_context} must hold them "
+            "and at least one more",
+        )
+    if new.max_tokens < 1:
+        raise InvalidArgumentError("max_tokens", f"must be at least 1, got {new.max_tokens}")
+    if prompt_len + new.max_tokens > info.max_context:
+        raise InvalidArgumentError(
+            "max_tokens",
+            f"{new.max_tokens} after a prompt of {prompt_len} tokens exceeds the context of "
+            f"{info.max_context}",
+        )
+    if new.min_tokens:
+        raise UnimplementedError("stopping.min_tokens")
+    _check_token_ids("prompt", new.prompt_token_ids, info.vocab_size)
+    if new.stop_token_ids:
+        stop_ids = np.array(new.stop_token_ids, np.int64)
+        _check_token_ids("stopping.stop_token_ids", stop_ids, info.vocab_size)
+
+
+def growth_reserve(rows: RowTable, headroom_tokens: int, page_size: int) -> int:
+    """Pages that an admission must leave: room for each running row to grow a little.
+
+    Only what it has now is allotted to a request, not what it may still sample, so pages may
+    run out later. The reserve makes that rarer. It is at least a page for each row: a request
+    that was preempted must not take back at once the very pages it was preempted for.
+    """
+    running = (rows.phase == Phase.PREFILL) | (rows.phase == Phase.DECODE)
+    to_come = rows.end_lens[running] - rows.lens[running]
+    growth = np.clip(to_come, 1, max(1, headroom_tokens))
+    return int((-(-growth // page_size)).sum())
+
+
+def _check_token_ids(field: str, token_ids: Int32Array | Int64Array, vocab_size: int) -> None:
+    for extreme in (int(token_ids.min()), int(token_ids.max())):
+        if not 0 <= extreme < vocab_size:
+            raise InvalidArgumentError(
+                field, f"token id {extreme} is not in the vocabulary of {vocab_size}"
+            )

@@ -1,0 +1,57 @@
+"""What the scheduler has to tell since it was last asked."""
+
+import numpy as np
+
+from shared.errors import ServingError
+from worker.messages import Failed, Finished, Load, Started, StepOutput
+from worker.step import Int32Array, Int64Array
+
+# So that nothing at all can be joined, too.
+_NO_UIDS = np.empty(0, np.int64)
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class OutputBuffer:
+    """Collects; `drain` empties it into one message."""
+
+    def __init__(self) -> None:
+        self._uids: list[Int64Array] = []
+        self._token_ids: list[Int32Array] = []
+        self._started: list[Started] = []
+        self._finished: list[Finished] = []
+        self._failed: list[Failed] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._uids or self._started or self._finished or self._failed)
+
+    def add_tokens(self, uids: Int64Array, token_ids: Int32Array) -> None:
+        """Takes over both arrays, which are of one length."""
+        if len(uids):
+            self._uids.append(uids)
+            self._token_ids.append(token_ids)
+
+    def add_started(self, started: Started) -> None:
+        self._started.append(started)
+
+    def add_finished(self, finished: Finished) -> None:
+        self._finished.append(finished)
+
+    def add_failed(self, uid: int, error: ServingError) -> None:
+        self._failed.append(
+            Failed(uid, error.code, error.message, error.field, error.retry_after_ms)
+        )
+
+    def drain(self, load: Load, now: float) -> StepOutput:
+        output = StepOutput(
+            uids=np.concatenate([_NO_UIDS, *self._uids]),
+            token_ids=np.concatenate([_NO_TOKENS, *self._token_ids]),
+            started=tuple(self._started),
+            finished=tuple(self._finished),
+            failed=tuple(self._failed),
+            load=load,
+            committed_at=now,
+        )
+        self._uids, self._token_ids = [], []
+        self._started, self._finished, self._failed = [], [], []
+        return output

@@ -1,0 +1,78 @@
+"""The host's page table, its row allocator, and what of it the engine has not seen yet."""
+
+import numpy as np
+
+from worker.step import BoolArray, Int32Array
+
+
+class PageTable:
+    """Row r's KV is in pages[r, :num_pages[r]]; column c holds tokens from c * page_size on.
+
+    The first num_shared[r] of them belong to the radix tree, the rest to the row alone. The
+    first num_synced[r] columns have been sent to the engine as they are.
+    """
+
+    def __init__(self, max_rows: int, max_columns: int) -> None:
+        self.pages = np.zeros((max_rows, max_columns), np.int32)
+        self.num_pages = np.zeros(max_rows, np.int32)
+        self.num_shared = np.zeros(max_rows, np.int32)
+        self.num_synced = np.zeros(max_rows, np.int32)
+        # What num_synced was before the latest plan.
+        self._resend_from = np.zeros(max_rows, np.int32)
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def free_rows(self) -> list[int]:
+        return list(self._free_rows)
+
+    def acquire_row(self) -> int:
+        return self._free_rows.pop()
+
+    def release_row(self, row: int) -> None:
+        self.num_pages[row] = self.num_shared[row] = self.num_synced[row] = 0
+        self._free_rows.append(row)
+
+    def append(self, row: int, pages: Int32Array) -> None:
+        start = self.num_pages[row]
+        self.pages[row, start : start + len(pages)] = pages
+        self.num_pages[row] = start + len(pages)
+
+    def append_one_each(self, rows: Int32Array, pages: Int32Array) -> None:
+        self.pages[rows, self.num_pages[rows]] = pages
+        self.num_pages[rows] += 1
+
+    def replace(self, row: int, first: int, pages: Int32Array) -> Int32Array:
+        """Puts `pages` in the columns from `first` on; returns those they replace."""
+        current = self.pages[row, first : first + len(pages)]
+        (changed,) = np.nonzero(current != pages)
+        replaced: Int32Array = current[changed]
+        if len(changed):
+            current[changed] = pages[changed]
+            self.num_synced[row] = min(self.num_synced[row], first + changed[0])
+        return replaced
+
+    def take_updates(
+        self, rows: Int32Array, in_flight: BoolArray
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """(rows, columns, pages) that the engine must set before it runs a step of `rows`.
+
+        Only planned rows are brought up to date: an update for another row could meet,
+        in one plan, the updates of that row's next owner. Rows that the step in flight has,
+        too, get that step's updates again: should it fail before it applies them, this one
+        would write into pages of the row's former owner.
+        """
+        synced = self.num_synced[rows]
+        start = np.where(in_flight, np.minimum(synced, self._resend_from[rows]), synced)
+        counts = self.num_pages[rows] - start
+        self._resend_from[rows] = synced
+        self.num_synced[rows] = self.num_pages[rows]
+        (stale,) = np.nonzero(counts)
+        rows, start, counts = rows[stale], start[stale], counts[stale]
+        page_rows = np.repeat(rows, counts)
+        before = np.cumsum(counts, dtype=np.int32) - counts
+        columns = np.arange(len(page_rows), dtype=np.int32) + np.repeat(start - before, counts)
+        return page_rows, columns, self.pages[page_rows, columns]

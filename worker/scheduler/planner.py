@@ -1,0 +1,184 @@
+"""Chooses the rows of the next step and lays them out as a StepPlan.
+
+Works on lengths alone: what a step in flight samples is not known yet, but that it samples,
+and how many, is.
+"""
+
+import numpy as np
+
+from worker.scheduler.admission import growth_reserve
+from worker.scheduler.config import Policy, SchedulerConfig
+from worker.scheduler.lifecycle import Lifecycle
+from worker.scheduler.request import Request
+from worker.scheduler.rows import Phase
+from worker.step import EngineInfo, Int32Array, StepPlan
+
+_NO_ROWS = np.empty(0, np.int32)
+
+
+class Planner:
+    """Plans one step after another; the only caller of `admit` and `preempt`."""
+
+    def __init__(self, config: SchedulerConfig, info: EngineInfo, lifecycle: Lifecycle) -> None:
+        self._config = config
+        self._page_size = info.page_size
+        self._sentinel = info.max_rows
+        self._max_running = min(config.max_running, info.max_rows)
+        self._lifecycle = lifecycle
+        self._rows = lifecycle.rows
+        self._kv = lifecycle.kv
+
+    @property
+    def num_free_places(self) -> int:
+        """How many more requests may run at once."""
+        return self._max_running - self._lifecycle.num_running
+
+    def plan(self, step_id: int, now: float) -> StepPlan | None:
+        """The next step, or None if there is nothing that could be computed now."""
+        budget = self._config.token_budget
+        if self._config.policy is Policy.PREFILL_FIRST:
+            chunks = self._choose_chunks(budget, now)
+            decode = _NO_ROWS if chunks else self._choose_decode(budget)
+        else:
+            decode = self._choose_decode(budget)
+            chunks = self._choose_chunks(budget - len(decode), now)
+        if not len(decode) and not chunks:
+            return None
+        return self._lay_out(step_id, decode, chunks)
+
+    def _choose_decode(self, budget: int) -> Int32Array:
+        """Rows that get one token, each with a page for the KV of its last one."""
+        rows = self._decoding()
+        if len(rows) > budget:
+            rows = np.sort(self._by_order(rows)[:budget])
+        growing = self._kv.needs_page(rows, self._rows.computed_lens[rows])
+        if len(growing) > self._kv.num_available:
+            growing, rows = self._ration(growing, rows)
+        self._kv.grow(growing)
+        return rows
+
+    def _ration(self, growing: Int32Array, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Preempts until pages suffice, now or when steps in flight are over.
+
+        Returns those that may grow now, the first served first, and all rows that may decode;
+        the others are left out of this step.
+        """
+        self._preempt_for(growing)
+        still = self._rows.phase[growing] == Phase.DECODE
+        granted = self._by_order(growing[still])[: self._kv.num_available]
+        allowed = self._rows.phase[rows] == Phase.DECODE
+        allowed &= ~np.isin(rows, growing) | np.isin(rows, granted)
+        return granted, rows[allowed]
+
+    def _preempt_for(self, growing: Int32Array) -> None:
+        phase = self._rows.phase
+        leaving = np.flatnonzero(phase >= Phase.PREEMPTED).tolist()
+        coming = self._kv.num_retired + sum(self._kv.reclaimable(row) for row in leaving)
+        shortage = len(growing) - self._kv.num_available - coming
+        wanting = set(growing.tolist())
+        running = self._by_order(np.flatnonzero((phase == Phase.PREFILL) | (phase == Phase.DECODE)))
+        # The last served go first. The first served never goes: it can always have all
+        # pages, since the pool holds a whole context, so something always gets on.
+        for row in running[:0:-1].tolist():
+            if shortage <= 0:
+                return
+            shortage -= self._kv.reclaimable(row) + int(row in wanting)
+            self._lifecycle.preempt(self._rows.request_of(row))
+
+    def _choose_chunks(self, budget: int, now: float) -> list[tuple[Request, int]]:
+        """(request, tokens) of the prefills that go on, then of those that begin."""
+        chunks = []
+        for request in self._lifecycle.prefilling:
+            if budget <= 0:
+                break
+            chunks.append((request, self._chunk_len(request, budget)))
+            budget -= chunks[-1][1]
+        while budget > 0:
+            admitted = self._admit_next(now)
+            if admitted is None:
+                break
+            chunks.append((admitted, self._chunk_len(admitted, budget)))
+            budget -= chunks[-1][1]
+        return chunks
+
+    def _chunk_len(self, request: Request, budget: int) -> int:
+        left = self._rows.known_lens[request.row] - self._rows.computed_lens[request.row]
+        return min(budget, int(left))
+
+    def _admit_next(self, now: float) -> Request | None:
+        """The queue's first request, if there is a place and there are pages for it.
+
+        It alone is tried: letting smaller ones pass would starve the large.
+        """
+        request = self._lifecycle.waiting.peek()
+        if request is None or self.num_free_places <= 0 or not self._kv.table.num_free_rows:
+            return None
+        match = self._kv.match(request.token_ids, request.new.cache_salt)
+        num_new = self._kv.pages_for(len(request.token_ids)) - len(match.pages)
+        reserve = growth_reserve(self._rows, self._config.headroom_tokens, self._page_size)
+        if num_new + reserve > self._kv.num_available - match.num_unlocked:
+            return None
+        return self._lifecycle.admit(match, self._page_size, now)
+
+    def _lay_out(
+        self, step_id: int, decode: Int32Array, chunks: list[tuple[Request, int]]
+    ) -> StepPlan:
+        state = self._rows
+        num_decode = len(decode)
+        rows = np.empty(num_decode + len(chunks), np.int32)
+        rows[:num_decode] = decode
+        rows[num_decode:] = [request.row for request, _ in chunks]
+        extend_lens = np.ones(len(rows), np.int32)
+        extend_lens[num_decode:] = [extend for _, extend in chunks]
+        cached_lens = state.computed_lens[rows]
+        parts = [
+            state.token_ids[request.row, start : start + extend]
+            for (request, extend), start in zip(
+                chunks, cached_lens[num_decode:].tolist(), strict=True
+            )
+        ]
+        computed = cached_lens + extend_lens
+        # Only an unfinished chunk leaves tokens that are there to be computed.
+        samples = computed == state.lens[rows]
+        lens = state.lens[rows] + samples
+        write_rows = np.where(samples & (lens < state.end_lens[rows]), rows, self._sentinel)
+        page_rows, page_columns, page_ids = self._kv.table.take_updates(
+            rows, state.num_in_flight[rows] > 0
+        )
+        state.computed_lens[rows] = computed
+        state.lens[rows] = lens
+        state.num_in_flight[rows] += 1
+        self._begin_decoding(chunks, samples[num_decode:])
+        return StepPlan(
+            step_id=step_id,
+            num_decode=num_decode,
+            rows=rows,
+            cached_lens=cached_lens,
+            extend_lens=extend_lens,
+            prefill_token_ids=np.concatenate([_NO_ROWS, *parts]),
+            write_rows=write_rows,
+            samples=samples,
+            prompt_lens=state.prompt_lens[rows],
+            page_rows=page_rows,
+            page_columns=page_columns,
+            page_ids=page_ids,
+            sampling=state.sampling(rows),
+        )
+
+    def _begin_decoding(self, chunks: list[tuple[Request, int]], complete: np.ndarray) -> None:
+        """Requests whose prefill this step completes decode from the next one on."""
+        for (request, _), is_complete in zip(chunks, complete.tolist(), strict=True):
+            if is_complete:
+                self._rows.phase[request.row] = Phase.DECODE
+                self._lifecycle.prefilling.remove(request)
+
+    def _decoding(self) -> Int32Array:
+        state = self._rows
+        # A row whose last token is in flight has nothing left to compute.
+        ready = (state.phase == Phase.DECODE) & (state.lens < state.end_lens)
+        return np.flatnonzero(ready).astype(np.int32)
+
+    def _by_order(self, rows: np.ndarray) -> Int32Array:
+        """The rows, those served first at the front."""
+        ordered = sorted(rows.tolist(), key=lambda row: self._rows.request_of(row).order)
+        return np.array(ordered, np.int32)

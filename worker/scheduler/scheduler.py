@@ -1,0 +1,234 @@
+"""Decides what runs and accounts for it; never executes.
+
+One thread owns it. Steps are planned one after another and committed (or failed) in the same
+order; `plan` may be called while earlier steps are in flight.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from shared.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    EngineError,
+    QueueFullError,
+    ServingError,
+)
+from shared.types import FinishReason
+from worker.messages import Load, NewRequest, StepOutput
+from worker.scheduler import integrity
+from worker.scheduler.admission import check_request
+from worker.scheduler.config import SchedulerConfig
+from worker.scheduler.lifecycle import Lifecycle
+from worker.scheduler.planner import Planner
+from worker.scheduler.rows import Phase
+from worker.step import BoolArray, EngineInfo, Int32Array, StepPlan, StepResult
+
+
+class Scheduler:
+    """Requests in, step plans out; step results in, tokens and endings out.
+
+    ValueError if the engine cannot hold one whole context or its page size is no power of two.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, info: EngineInfo, eos_token_ids: Iterable[int]
+    ) -> None:
+        if info.page_size < 1 or info.page_size & (info.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {info.page_size}")
+        if info.num_pages * info.page_size < info.max_context:
+            raise ValueError(
+                f"{info.num_pages} pages of {info.page_size} tokens cannot hold one context "
+                f"of {info.max_context}"
+            )
+        self._config = config
+        self._info = info
+        self._lifecycle = Lifecycle(info, prefix_caching=config.prefix_caching)
+        self._rows = self._lifecycle.rows
+        self._planner = Planner(config, info, self._lifecycle)
+        self._in_flight: deque[int] = deque()
+        self._is_eos = np.zeros(info.vocab_size, np.bool_)
+        self._is_eos[[token for token in eos_token_ids if token < info.vocab_size]] = True
+        self._num_steps = 0
+        self._num_generated = 0
+        self._idle_s = 0.0
+        # When the device last finished a step after which there was more to do.
+        self._device_free_at: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is live, in flight or still to be told."""
+        lifecycle = self._lifecycle
+        return not lifecycle.live and not self._in_flight and lifecycle.output.is_empty
+
+    def add(self, new: NewRequest, now: float) -> int:
+        """Queues a request; returns how many wait ahead of it. Raises ServingError."""
+        if new.uid in self._lifecycle.live:
+            raise AlreadyExistsError(f"uid {new.uid} is live")
+        check_request(new, self._info)
+        # Those that can be admitted in the next step do not count as waiting.
+        num_beyond = len(self._lifecycle.waiting) - max(0, self._planner.num_free_places)
+        if num_beyond >= self._config.max_waiting:
+            raise QueueFullError(
+                f"{len(self._lifecycle.waiting)} requests are waiting, "
+                f"the limit is {self._config.max_waiting}",
+                retry_after_ms=self._config.retry_after_ms,
+            )
+        return self._lifecycle.enqueue(new, now).queue_position
+
+    def reject(self, uid: int, error: ServingError) -> None:
+        """Tells of a request that was never taken up."""
+        self._lifecycle.output.add_failed(uid, error)
+
+    def abort(self, uids: Iterable[int], report: bool, now: float) -> None:
+        """Ends requests; a uid that is not live has ended already and is passed over."""
+        for uid in uids:
+            request = self._lifecycle.live.get(uid)
+            if request is None:
+                continue
+            if report:
+                self._lifecycle.finish(request, FinishReason.ABORTED, now)
+            else:
+                self._lifecycle.drop(request)
+
+    def expire(self, now: float) -> None:
+        """Ends requests whose deadline or time limit has come, queued or running."""
+        while request := self._lifecycle.expiries.pop_due(now):
+            deadline = request.new.deadline
+            if deadline is not None and deadline <= now:
+                self._lifecycle.fail(request, DeadlineExceededError("the deadline passed"))
+            else:
+                self._lifecycle.finish(request, FinishReason.TIME_LIMIT, now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, which the caller must launch, or at least fail. None: not now."""
+        plan = self._planner.plan(self._num_steps, now)
+        if plan is None:
+            assert self._in_flight or not self._lifecycle.live, "nothing can go on"
+            return None
+        self._num_steps += 1
+        self._in_flight.append(plan.step_id)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """Takes the tokens of the oldest step in flight."""
+        self._leave(plan)
+        self._account_idle(result)
+        state = self._rows
+        # KV counts only on top of valid KV: after a step that failed, all of it is void.
+        sound = ~result.faulty & (state.valid_lens[plan.rows] == plan.cached_lens)
+        state.valid_lens[plan.rows] += np.where(sound, plan.extend_lens, 0)
+        # A request may have ended while the step ran; what the step gave it is dropped.
+        is_open = state.phase[plan.rows] != Phase.ENDED
+        kept = plan.samples & is_open & ~result.faulty
+        self._append(plan.rows[kept], result.token_ids[kept], now)
+        self._share_prompts(plan, kept, now)
+        if result.faulty.any():
+            error = EngineError("the model's output was not finite")
+            self._fail_rows(plan.rows[result.faulty & is_open], error)
+        self._release(plan)
+
+    def fail(self, plan: StepPlan, error: ServingError, now: float) -> None:
+        """Ends the requests of the oldest step in flight, and no others."""
+        self._leave(plan)
+        self._device_free_at = None
+        self._fail_rows(plan.rows[self._rows.phase[plan.rows] != Phase.ENDED], error)
+        self._release(plan)
+
+    def drain_output(self, now: float) -> StepOutput | None:
+        """All there is to tell since the last call, if anything."""
+        if self._lifecycle.output.is_empty:
+            return None
+        return self._lifecycle.output.drain(self.load(), now)
+
+    def load(self) -> Load:
+        """Cached pages are those in the tree that nobody holds; a running request's shared
+        ones count as held, so nothing is held when nothing runs."""
+        kv = self._lifecycle.kv
+        free, cached = kv.pool.num_free, kv.tree.num_evictable
+        return Load(
+            running=self._lifecycle.num_running,
+            waiting=len(self._lifecycle.waiting),
+            pages_total=kv.pool.num_pages,
+            pages_free=free,
+            pages_cached=cached,
+            pages_held=kv.pool.num_pages - free - cached,
+            steps=self._num_steps,
+            preemptions=self._lifecycle.num_preemptions,
+            prompt_tokens=self._lifecycle.num_prompt_tokens,
+            cached_tokens=self._lifecycle.num_cached_tokens,
+            generated_tokens=self._num_generated,
+            idle_s=self._idle_s,
+        )
+
+    def flush_cache(self) -> int:
+        """Drops every cached page that no request holds; returns how many."""
+        return self._lifecycle.kv.flush()
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a page or a row is not in exactly one place."""
+        integrity.check_all(self._lifecycle)
+
+    def check_idle(self) -> None:
+        """The cheap form of the check, for when `is_idle`."""
+        integrity.check_idle(self._lifecycle)
+
+    def _leave(self, plan: StepPlan) -> None:
+        assert self._in_flight and self._in_flight[0] == plan.step_id, "steps end in order"
+        self._in_flight.popleft()
+        self._rows.num_in_flight[plan.rows] -= 1
+        self._lifecycle.kv.step_over(plan.step_id)
+
+    def _append(self, rows: Int32Array, token_ids: Int32Array, now: float) -> None:
+        """Adds sampled tokens to the open requests of `rows`, and ends those that are done."""
+        state = self._rows
+        state.append(rows, token_ids, now)
+        self._num_generated += len(rows)
+        is_eos = self._is_eos[token_ids] & state.heeds_eos(rows)
+        is_stop = state.hits_stop(rows, token_ids)
+        is_matched = is_eos | is_stop
+        shown = ~is_matched
+        self._lifecycle.output.add_tokens(state.uids[rows[shown]], token_ids[shown])
+        is_done = is_matched | (state.known_lens[rows] == state.end_lens[rows])
+        for i in np.flatnonzero(is_done).tolist():
+            reason, matched = FinishReason.LENGTH, -1
+            if is_matched[i]:
+                reason = FinishReason.EOS if is_eos[i] else FinishReason.STOP_TOKEN
+                matched = int(token_ids[i])
+            request = state.request_of(int(rows[i]))
+            if request.first_token_at is None:
+                request.first_token_at = now
+            self._lifecycle.finish(request, reason, now, matched)
+
+    def _share_prompts(self, plan: StepPlan, kept: BoolArray, now: float) -> None:
+        """Puts prompts whose prefill this step completed in the tree."""
+        reading_step = self._in_flight[-1] if self._in_flight else None
+        for row in plan.rows[plan.num_decode :][kept[plan.num_decode :]].tolist():
+            request = self._rows.requests[row]
+            if request is None or self._rows.phase[row] != Phase.DECODE:
+                continue
+            if request.first_token_at is None:
+                request.first_token_at = now
+            tokens = self._rows.valid_tokens(row)
+            self._lifecycle.kv.share(row, tokens, request.new.cache_salt, reading_step)
+
+    def _fail_rows(self, rows: Int32Array, error: ServingError) -> None:
+        # What led to a fault may have begun in an earlier chunk: none of its KV is shared.
+        self._rows.valid_lens[rows] = 0
+        for row in rows.tolist():
+            self._lifecycle.fail(self._rows.request_of(row), error)
+
+    def _release(self, plan: StepPlan) -> None:
+        """Lets go of the step's rows that are planned no more."""
+        leaving = self._rows.phase[plan.rows] >= Phase.PREEMPTED
+        for row in plan.rows[leaving].tolist():
+            self._lifecycle.release_idle(row)
+        if self._config.check_integrity:
+            self.check_integrity()
+
+    def _account_idle(self, result: StepResult) -> None:
+        if self._device_free_at is not None:
+            self._idle_s += max(0.0, result.started_at - self._device_free_at)
+        self._device_free_at = result.finished_at if self._lifecycle.live else None
