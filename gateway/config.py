@@ -1,0 +1,91 @@
+"""The gateway's settings: one declaration gives each its flag and environment variable.
+
+`--max-live-requests 64` and `TANDEM_GATEWAY_MAX_LIVE_REQUESTS=64` are the same; the flag wins.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
+
+from shared.grpc_options import MAX_MESSAGE_BYTES
+
+EXIT_BAD_CONFIGURATION = 2
+
+
+def _split(value: Any) -> Any:
+    """A comma-separated list, as flags and variables have it."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, list):
+        return [part.strip() for item in value for part in str(item).split(",") if part.strip()]
+    return value
+
+
+_Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
+_Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+
+
+class GatewayConfig(BaseSettings):
+    """Serves text over gRPC, from workers that serve tokens."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TANDEM_GATEWAY_",
+        cli_prog_name="tandem gateway",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        frozen=True,
+    )
+
+    listen: str = Field("127.0.0.1:50051", min_length=1, description="address to serve gRPC on")
+    workers: _Addresses = Field(
+        ("127.0.0.1:50052",), description="addresses of the workers, separated by commas"
+    )
+    tokens: _Secrets = Field(
+        (), description="bearer tokens that clients may bring, separated by commas; none: open"
+    )
+    metrics_host: str = Field("127.0.0.1", description="address of the Prometheus endpoint")
+    metrics_port: int = Field(0, ge=0, le=65535, description="its port; 0: none")
+    max_live_requests: int = Field(4096, ge=1, description="most requests at once")
+    max_message_bytes: int = Field(MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap")
+    max_prompt_bytes: int = Field(8 << 20, ge=1, description="most bytes of text to encode")
+    max_delta_tokens: int = Field(1024, ge=1, description="most tokens in one delta")
+    default_timeout_s: float = Field(
+        0.0, ge=0, description="for requests without a deadline; 0: none"
+    )
+    slow_reader_limit_s: float = Field(
+        60.0, gt=0, description="until a client that does not read is cut off"
+    )
+    template_limit_s: float = Field(5.0, gt=0, description="to render one chat")
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that encode prompts")
+    worker_silence_limit_s: float = Field(
+        10.0, gt=0, description="without a sign of a worker until it counts as lost"
+    )
+    breaker_threshold: int = Field(
+        3, ge=1, description="faults in a row that make a worker suspect"
+    )
+    breaker_cool_down_s: float = Field(5.0, ge=0, description="for which others are preferred")
+    drain_grace_s: float = Field(30.0, ge=0, description="for live requests after SIGTERM")
+    log_format: Literal["auto", "human", "json"] = Field("auto", description="of a log line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least")
+
+
+def load_config(arguments: Sequence[str]) -> GatewayConfig:
+    """The settings of this process.
+
+    Ends the process: with 0 after --help, with 2 and a line for each wrong setting.
+    """
+    try:
+        return CliApp.run(GatewayConfig, cli_args=list(arguments))
+    except ValidationError as error:
+        for problem in error.errors():
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            flag = f"--{name.replace('_', '-')}: " if name else ""
+            print(
+                f"tandem gateway: {flag}{problem['msg']} (got {problem.get('input')!r})",
+                file=sys.stderr,
+            )
+        sys.exit(EXIT_BAD_CONFIGURATION)

@@ -1,0 +1,116 @@
+"""Prompts to token ids off the event loop, refused early where they cannot fit."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from gateway.chat_template import TemplateRefusedError
+from gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from gateway.served_model import ServedModel
+from gateway.tokenizer import NoTextError, Tokenizer
+from shared.errors import InvalidArgumentError
+
+
+class PromptEncoder:
+    """Encodes on a few threads; a request that is cancelled while it waits is never encoded."""
+
+    def __init__(self, executor: Executor, *, max_prompt_bytes: int) -> None:
+        self._executor = executor
+        self._max_prompt_bytes = max_prompt_bytes
+
+    def encode(self, prompt: Prompt, model: ServedModel) -> asyncio.Future[list[int]]:
+        """The prompt's token ids, with room for at least one more in the context.
+
+        The future raises InvalidArgumentError, naming the prompt's field.
+        """
+        return self._run(lambda: self._encode_to_run(prompt, model))
+
+    def tokenize(self, prompt: Prompt, model: ServedModel) -> asyncio.Future[list[int]]:
+        """The same ids, however many."""
+        return self._run(lambda: self._encode(prompt, model.tokenizer))
+
+    def decode(
+        self, token_ids: Sequence[int], model: ServedModel, *, skip_special_tokens: bool
+    ) -> asyncio.Future[str]:
+        def decode() -> str:
+            return model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._executor, decode)
+
+    def _run(self, work: Callable[[], list[int]]) -> asyncio.Future[list[int]]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _encode_to_run(self, prompt: Prompt, model: ServedModel) -> list[int]:
+        context = model.info.max_context_tokens
+        if isinstance(prompt, TokenPrompt):
+            _require_room(prompt.field, len(prompt.token_ids), context)
+            _require_in_vocabulary(prompt, model.info.vocab_size)
+        token_ids = self._encode(prompt, model.tokenizer, context)
+        if not token_ids:
+            raise InvalidArgumentError(prompt.field, "the prompt has no tokens")
+        _require_room(prompt.field, len(token_ids), context)
+        return token_ids
+
+    def _encode(
+        self, prompt: Prompt, tokenizer: Tokenizer, context: int | None = None
+    ) -> list[int]:
+        match prompt:
+            case TokenPrompt():
+                return prompt.token_ids
+            case TextPrompt():
+                text, add_special_tokens = prompt.text, prompt.add_special_tokens
+            case ChatPrompt():
+                # The template prints the special tokens itself; a second BOS would be wrong.
+                text, add_special_tokens = _render(prompt, tokenizer), False
+        if context is not None:
+            min_tokens = tokenizer.min_tokens(text)
+            if min_tokens >= context:
+                raise _too_long(prompt.field, f"at least {min_tokens}", context)
+        # A character has a byte at least, so most texts need not be measured.
+        if 4 * len(text) > self._max_prompt_bytes and (size := len(text.encode())) > (
+            self._max_prompt_bytes
+        ):
+            raise InvalidArgumentError(
+                prompt.field, f"at most {self._max_prompt_bytes} bytes are encoded, got {size}"
+            )
+        try:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except NoTextError as error:
+            raise InvalidArgumentError(prompt.field, str(error)) from None
+
+
+def _render(prompt: ChatPrompt, tokenizer: Tokenizer) -> str:
+    if tokenizer.chat_template is None:
+        raise InvalidArgumentError(prompt.field, "the served model has no chat template")
+    try:
+        return tokenizer.chat_template.render(
+            prompt.messages,
+            tools=prompt.tools,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            variables=prompt.variables,
+        )
+    except TemplateRefusedError as error:
+        raise InvalidArgumentError(prompt.field, f"the chat template says: {error}") from error
+
+
+def _require_room(field: str, num_tokens: int, context: int) -> None:
+    if num_tokens >= context:
+        raise _too_long(field, str(num_tokens), context)
+
+
+def _too_long(field: str, num_tokens: str, context: int) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        field,
+        f"the prompt has {num_tokens} tokens; the context of {context} leaves room "
+        f"for at most {context - 1}",
+    )
+
+
+def _require_in_vocabulary(prompt: TokenPrompt, vocab_size: int) -> None:
+    highest = max(prompt.token_ids)
+    if highest >= vocab_size:
+        raise InvalidArgumentError(
+            prompt.field, f"must be below the vocabulary size {vocab_size}, got {highest}"
+        )

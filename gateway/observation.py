@@ -1,0 +1,71 @@
+"""Counts each generation by how it ended, and times it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gateway.completion import Delta, Event, Finished, Started
+from shared.errors import ServingError
+from shared.metrics import GatewayMetrics
+
+
+class Observation:
+    """What was seen of one generation."""
+
+    def __init__(self, metrics: GatewayMetrics, method: str) -> None:
+        self._metrics = metrics
+        self._method = method
+        self._finished: Finished | None = None
+        self._num_tokens = 0
+        self._num_deltas = 0
+        self._prompt_tokens = 0
+
+    def see(self, event: Event) -> None:
+        """Called once for each event; counted at the end, as counters take locks."""
+        match event:
+            case Delta():
+                self._num_deltas += 1
+                self._num_tokens += len(event.token_ids)
+            case Started():
+                self._prompt_tokens = event.prompt_tokens
+            case Finished():
+                self._finished = event
+
+    def count(self, outcome: str, duration_s: float) -> None:
+        """Once, when the generation has ended, however it did."""
+        metrics = self._metrics
+        metrics.requests.labels(self._method, outcome).inc()
+        metrics.request_duration.observe(duration_s)
+        metrics.messages.inc(self._num_deltas)
+        metrics.generation_tokens.inc(self._num_tokens)
+        metrics.prompt_tokens.inc(self._prompt_tokens)
+        if self._finished is None or not self._finished.completion_tokens:
+            return
+        timings, num_tokens = self._finished.timings, self._finished.completion_tokens
+        metrics.time_to_first_token.observe(1e-3 * timings.time_to_first_token_ms)
+        if num_tokens > 1:
+            metrics.inter_token_latency.observe(1e-3 * timings.decode_ms / (num_tokens - 1))
+
+    @property
+    def finish_reason(self) -> str:
+        return self._finished.reason.name if self._finished else "UNFINISHED"
+
+
+@contextmanager
+def observed(metrics: GatewayMetrics, method: str) -> Iterator[Observation]:
+    """Counts the block as one generation."""
+    observation = Observation(metrics, method)
+    begin = time.monotonic()
+    outcome = "INTERNAL"
+    try:
+        yield observation
+        outcome = observation.finish_reason
+    except ServingError as error:
+        outcome = error.code.name
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        outcome = "CANCELLED"
+        raise
+    finally:
+        observation.count(outcome, time.monotonic() - begin)

@@ -1,0 +1,213 @@
+"""The public service: protobuf in, protobuf out, and nothing decided here."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+
+from gateway.completion import Delta, Event, Finished
+from gateway.convert import finished_message, load_message, model_message, stream_response
+from gateway.encoding import PromptEncoder
+from gateway.generation import Arrival, Generator, check_model
+from gateway.live_requests import LiveRequests
+from gateway.observation import observed
+from gateway.request import Prompt, TextPrompt
+from gateway.router import Router
+from gateway.served_model import ServedModel
+from gateway.stream_writer import deadline, stream_writer
+from gateway.validation import chat_prompt, checked_request_id, generation_request
+from shared.errors import InvalidArgumentError, UnavailableError
+from shared.logs import request_logging
+from shared.metrics import GatewayMetrics
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from shared.version import tandem_version
+
+MAX_ABORTED_IDS = 1024
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What one call may take."""
+
+    max_message_bytes: int
+    # For calls that bring no deadline; 0: none.
+    default_timeout_s: float
+    slow_reader_limit_s: float
+
+
+class InferenceService(pb_grpc.InferenceServiceServicer):
+    """`tandem.v1.InferenceService`."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        router: Router,
+        encoder: PromptEncoder,
+        live_requests: LiveRequests,
+        metrics: GatewayMetrics,
+        *,
+        limits: ServiceLimits,
+    ) -> None:
+        self._generator = generator
+        self._router = router
+        self._encoder = encoder
+        self._live_requests = live_requests
+        self._metrics = metrics
+        self._limits = limits
+
+    # A coroutine that writes, not an async generator: gRPC would wrap each message.
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
+        with observed(self._metrics, "GenerateStream") as observation:
+            async with (
+                stream_writer(context, self._limits.slow_reader_limit_s) as writer,
+                self._events(request, context) as events,
+            ):
+                async for event in events:
+                    observation.see(event)
+                    await writer.write(stream_response(event))
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        completion = pb.Completion()
+        text: list[str] = []
+        with observed(self._metrics, "Generate") as observation:
+            async with self._events(request, context) as events:
+                async for event in events:
+                    observation.see(event)
+                    match event:
+                        case Delta():
+                            text.append(event.text)
+                            completion.token_ids.extend(event.token_ids)
+                        case Finished():
+                            completion.token_ids.extend(event.trailing_token_ids)
+                            completion.finished.CopyFrom(finished_message(event))
+                        case _:
+                            response = pb.GenerateResponse(request_id=event.request_id)
+        completion.text = "".join(text)
+        response.completions.append(completion)
+        return response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        prompt = _tokenize_input(request)
+        token_ids = await self._encoder.tokenize(prompt, self._known_model(request.model))
+        return pb.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        model = self._known_model(request.model)
+        if request.token_ids and max(request.token_ids) >= model.info.vocab_size:
+            raise InvalidArgumentError(
+                "token_ids",
+                f"must be below the vocabulary size {model.info.vocab_size}, "
+                f"got {max(request.token_ids)}",
+            )
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await self._encoder.decode(list(request.token_ids), model, skip_special_tokens=skip)
+        return pb.DetokenizeResponse(text=text)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        if len(request.request_ids) > MAX_ABORTED_IDS:
+            raise InvalidArgumentError(
+                "request_ids", f"at most {MAX_ABORTED_IDS}, got {len(request.request_ids)}"
+            )
+        aborted = {name for name in request.request_ids if self._live_requests.abort(name)}
+        # The others may have come in by another gateway.
+        if others := [name for name in request.request_ids if name not in aborted]:
+            answers = await asyncio.gather(*(link.abort(others) for link in self._router.links))
+            aborted.update(*answers)
+        return pb.AbortResponse(
+            outcomes=[
+                pb.AbortOutcome(
+                    request_id=name,
+                    outcome=(
+                        pb.AbortOutcome.OUTCOME_ABORTED
+                        if name in aborted
+                        else pb.AbortOutcome.OUTCOME_NOT_FOUND
+                    ),
+                )
+                for name in request.request_ids
+            ]
+        )
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        return model_message(
+            self._known_model(""),
+            max_message_bytes=self._limits.max_message_bytes,
+            gateway_version=tandem_version(),
+        )
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
+        links = self._router.links
+        loads = await asyncio.gather(*(link.get_load() for link in links))
+        return pb.GetLoadResponse(
+            live_requests=len(self._live_requests),
+            workers=[
+                load_message(link.address, link.is_ready, load)
+                for link, load in zip(links, loads, strict=True)
+            ],
+        )
+
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: Context
+    ) -> pb.FlushCacheResponse:
+        self._router.model()
+        freed = await asyncio.gather(*(link.flush_cache() for link in self._router.links))
+        return pb.FlushCacheResponse(pages_freed=sum(freed))
+
+    @asynccontextmanager
+    async def _events(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[AsyncIterator[Event]]:
+        """The events of a generation; leaving the block early aborts it."""
+        arrived_at = time.monotonic()
+        request_id = checked_request_id(request.request_id)
+        await context.send_initial_metadata((("x-request-id", request_id),))
+        checked = generation_request(request, request_id, _traceparent(context))
+        timeout_s = self._timeout_s(context)
+        with request_logging(request_id):
+            async with (
+                deadline(timeout_s),
+                aclosing(
+                    self._generator.generate(checked, Arrival(arrived_at, timeout_s))
+                ) as events,
+            ):
+                yield events
+
+    def _timeout_s(self, context: Context) -> float | None:
+        remaining_s = context.time_remaining()
+        if remaining_s is not None:
+            return max(remaining_s, 0.0)
+        return self._limits.default_timeout_s or None
+
+    def _known_model(self, name: str) -> ServedModel:
+        """Text can be worked on while every worker is away, once the model is known."""
+        model = self._router.known_model
+        if model is None:
+            raise UnavailableError("no worker is ready", retry_after_ms=1000)
+        check_model(name, model.info)
+        return model
+
+
+def _tokenize_input(request: pb.TokenizeRequest) -> Prompt:
+    match request.WhichOneof("input"):
+        case "text":
+            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            return TextPrompt(request.text, add_special_tokens=add)
+        case "chat":
+            return chat_prompt(request.chat)
+        case _:
+            raise InvalidArgumentError("input", "set one of text and chat")
+
+
+def _traceparent(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str):
+            return value
+    return ""

@@ -1,0 +1,253 @@
+"""The gateway's side of one worker: connects, learns its model, and connects again."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from gateway.backoff import Backoff, Breaker
+from gateway.channel import RequestChannel
+from gateway.request import Submission
+from gateway.served_model import ModelInfo, ServedModel
+from gateway.tokenizer_store import TokenizerStore, bundle_digest
+from gateway.worker_session import RunCall, WorkerSession
+from shared.errors import Code, ServingError, UnavailableError
+from shared.grpc_options import GrpcOptions
+from shared.interceptors import error_from_rpc
+from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
+
+_log = structlog.get_logger(__name__)
+
+_SERVER_FAULTS = {Code.INTERNAL, Code.UNAVAILABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """How long a link waits for what, in seconds."""
+
+    # Calls that a healthy worker answers at once.
+    call_timeout_s: float = 5.0
+    first_retry_s: float = 0.05
+    max_retry_s: float = 1.0
+    ping_interval_s: float = 2.0
+    # Without a sign of the worker until it counts as lost.
+    silence_limit_s: float = 10.0
+
+
+class WorkerLink:
+    """One worker: whether it can take requests, and the way to send it some."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tokenizers: TokenizerStore,
+        options: GrpcOptions,
+        times: LinkTimes,
+        breaker: Breaker,
+        on_change: Callable[[], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self._tokenizers = tokenizers
+        self._options = options
+        self._times = times
+        self._breaker = breaker
+        self._on_change = on_change
+        self._on_loss = on_loss
+        self._backoff = Backoff(times.first_retry_s, times.max_retry_s)
+        self._stub: pb_grpc.WorkerServiceStub | None = None
+        self._session: WorkerSession | None = None
+        self._model: ServedModel | None = None
+        self._load = pb.GetLoadResponse(ready=True)
+        self._last_complaint = ""
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What it serves, once that is known; the last known while it is away."""
+        return self._model
+
+    @property
+    def is_ready(self) -> bool:
+        return self._session is not None and self._load.ready
+
+    @property
+    def num_live(self) -> int:
+        """Requests of this gateway that it works on."""
+        return self._session.num_live if self._session else 0
+
+    def is_suspect(self, now: float) -> bool:
+        """Whether its last answers were faults of its own."""
+        return self._breaker.is_open(now)
+
+    async def run(self) -> None:
+        """Keeps the link up for as long as it is not cancelled."""
+        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
+            self._stub = pb_grpc.WorkerServiceStub(channel)
+            while True:
+                try:
+                    await self._connect_and_serve(self._stub)
+                except ExceptionGroup as group:
+                    self._complain(_first(group))
+                await asyncio.sleep(self._backoff.next_s())
+
+    @contextmanager
+    def open(self, submission: Submission) -> Iterator[RequestChannel]:
+        """A request at this worker; leaving the block aborts it unless it has ended.
+
+        Raises UnavailableError when the link is down.
+        """
+        session = self._session
+        if session is None:
+            raise UnavailableError(f"worker {self.address} is away", retry_after_ms=1000)
+        channel = session.submit(submission)
+        try:
+            yield channel
+        finally:
+            session.close(channel)
+            if not session.is_lost:
+                self._judge(channel)
+
+    async def get_load(self) -> pb.GetLoadResponse:
+        """Asked anew; not ready when the worker does not answer."""
+        if self._stub is None or self._session is None:
+            return pb.GetLoadResponse(ready=False)
+        try:
+            load: pb.GetLoadResponse = await self._stub.GetLoad(
+                pb.GetLoadRequest(), timeout=self._times.call_timeout_s
+            )
+        except grpc.aio.AioRpcError:
+            return pb.GetLoadResponse(ready=False)
+        return load
+
+    async def flush_cache(self) -> int:
+        """Pages freed."""
+        if self._stub is None or self._session is None:
+            return 0
+        try:
+            answer: pb.FlushCacheResponse = await self._stub.FlushCache(
+                pb.FlushCacheRequest(), timeout=self._times.call_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        return answer.pages_freed
+
+    async def abort(self, request_ids: list[str]) -> set[str]:
+        """Ends requests by their public ids, whichever gateway sent them. Those that lived."""
+        if self._stub is None or self._session is None:
+            return set()
+        try:
+            answer = await self._stub.Abort(
+                pb.AbortRequest(request_ids=request_ids), timeout=self._times.call_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            # A worker that is going away ends its requests anyhow.
+            _log.warning("abort failed", worker=self.address, error=error.details())
+            return set()
+        return set(answer.aborted_request_ids)
+
+    async def _connect_and_serve(self, stub: pb_grpc.WorkerServiceStub) -> None:
+        call: RunCall = stub.Run()
+        session = WorkerSession(
+            self.address,
+            call,
+            ping_interval_s=self._times.ping_interval_s,
+            silence_limit_s=self._times.silence_limit_s,
+            on_load=self._take_load,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(session.run())
+                tasks.create_task(self._get_ready(stub, session))
+        finally:
+            if self._session is not None:
+                self._session = None
+                self._breaker.record_fault(asyncio.get_running_loop().time())
+                self._on_loss()
+                self._on_change()
+
+    async def _get_ready(self, stub: pb_grpc.WorkerServiceStub, session: WorkerSession) -> None:
+        # The model is asked for on an open stream: whoever answers is whom the stream is with.
+        await session.answered.wait()
+        info = _model_info(
+            await stub.GetModel(pb.GetModelRequest(), timeout=self._times.call_timeout_s)
+        )
+
+        async def fetch() -> Mapping[str, bytes]:
+            return await self._fetch_tokenizer(stub, info.tokenizer_sha256)
+
+        tokenizer = await self._tokenizers.get(info.tokenizer_sha256, info.vocab_size, fetch)
+        self._model = ServedModel(info, tokenizer)
+        self._session = session
+        self._backoff.reset()
+        self._last_complaint = ""
+        self._on_change()
+        _log.info("worker ready", worker=self.address, model=info.name, device=info.device)
+
+    async def _fetch_tokenizer(
+        self, stub: pb_grpc.WorkerServiceStub, sha256: str
+    ) -> Mapping[str, bytes]:
+        files: dict[str, bytearray] = {}
+        request = pb.GetTokenizerRequest()
+        async for part in stub.GetTokenizer(request, timeout=10 * self._times.call_timeout_s):
+            if part.sha256 != sha256:
+                raise UnavailableError(f"worker {self.address} changed its tokenizer meanwhile")
+            files.setdefault(part.file_name, bytearray()).extend(part.chunk)
+        fetched = {name: bytes(content) for name, content in files.items()}
+        if bundle_digest(fetched) != sha256:
+            raise UnavailableError(f"worker {self.address} sent a damaged tokenizer")
+        return fetched
+
+    def _take_load(self, load: pb.GetLoadResponse) -> None:
+        changed = load.ready != self._load.ready
+        self._load = load
+        if changed:
+            self._on_change()
+
+    def _judge(self, channel: RequestChannel) -> None:
+        """A client's error says nothing of the worker."""
+        if not isinstance(channel.end, ServingError):
+            self._breaker.record_success()
+        elif channel.end.code in _SERVER_FAULTS:
+            self._breaker.record_fault(asyncio.get_running_loop().time())
+
+    def _complain(self, error: BaseException) -> None:
+        """Once for each new reason: a worker may be away for hours."""
+        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        if reason == self._last_complaint:
+            return
+        self._last_complaint = reason or ""
+        is_expected = isinstance(error, (grpc.aio.AioRpcError, ServingError))
+        _log.warning(
+            "worker not connected",
+            worker=self.address,
+            reason=reason,
+            exc_info=None if is_expected else error,
+        )
+
+
+def _first(group: ExceptionGroup[Exception]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _model_info(answer: pb.GetModelResponse) -> ModelInfo:
+    return ModelInfo(
+        name=answer.model,
+        architecture=answer.architecture,
+        dtype=answer.dtype,
+        device=answer.device,
+        vocab_size=answer.vocab_size,
+        max_context_tokens=answer.max_context_tokens,
+        default_max_tokens=answer.default_max_tokens,
+        eos_token_ids=tuple(answer.eos_token_ids),
+        tokenizer_sha256=answer.tokenizer_sha256,
+        worker_version=answer.version,
+        overlap_scheduling=answer.overlap_scheduling,
+    )

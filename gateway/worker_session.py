@@ -1,0 +1,221 @@
+"""One life of the stream to one worker: many requests over it, until it breaks.
+
+Knows the worker's protobuf and nothing of text. One task reads, one writes (two writes at
+once would end the call), one makes sure that the other side is alive.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import grpc
+import structlog
+
+from gateway.channel import RequestChannel, WorkerFinished, WorkerStarted
+from gateway.request import Submission
+from shared.errors import Code, ServingError, UnavailableError, error_of
+from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from shared.types import FinishReason
+
+_log = structlog.get_logger(__name__)
+
+RunCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]"
+
+
+class WorkerSession:
+    """Requests multiplexed over one Run call. Dies with it; the link then makes another."""
+
+    def __init__(
+        self,
+        address: str,
+        call: RunCall,
+        *,
+        ping_interval_s: float,
+        silence_limit_s: float,
+        on_load: Callable[[pb.GetLoadResponse], None],
+    ) -> None:
+        self._address = address
+        self._call = call
+        self._ping_interval_s = ping_interval_s
+        self._silence_limit_s = silence_limit_s
+        self._on_load = on_load
+        self._channels: dict[int, RequestChannel] = {}
+        self._last_handle = 0
+        # Bounded by the requests that live: a submit and an abort for each.
+        self._commands: deque[pb.RunRequest] = deque()
+        self._has_commands = asyncio.Event()
+        self._last_heard = 0.0
+        self.answered = asyncio.Event()
+        self.is_lost = False
+
+    @property
+    def num_live(self) -> int:
+        return len(self._channels)
+
+    async def run(self) -> None:
+        """Carries requests until the stream breaks. Raises what broke it.
+
+        Every request still on it then ends with UnavailableError.
+        """
+        self._last_heard = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read())
+                tasks.create_task(self._write())
+                tasks.create_task(self._keep_alive())
+        finally:
+            self.is_lost = True
+            self._call.cancel()
+            lost = UnavailableError(f"worker {self._address} was lost", retry_after_ms=1000)
+            for channel in self._channels.values():
+                channel.finish(lost)
+            self._channels.clear()
+
+    def submit(self, submission: Submission) -> RequestChannel:
+        """Sends a request; its answers come into the channel."""
+        if self.is_lost:
+            raise UnavailableError(f"worker {self._address} was lost", retry_after_ms=1000)
+        self._last_handle += 1
+        channel = RequestChannel(self._last_handle, self._abort_with_reply)
+        self._channels[channel.handle] = channel
+        self._send(pb.RunRequest(submit=_submit(channel.handle, submission)))
+        return channel
+
+    def close(self, channel: RequestChannel) -> None:
+        """The reader is gone: aborts the request unless it has ended. Idempotent."""
+        if self._channels.pop(channel.handle, None) is not None:
+            self._send_abort(channel.handle, reply=False)
+
+    def _abort_with_reply(self, handle: int) -> None:
+        if handle in self._channels:
+            self._send_abort(handle, reply=True)
+
+    def _send_abort(self, handle: int, *, reply: bool) -> None:
+        self._send(pb.RunRequest(abort=pb.AbortHandles(handles=[handle], reply=reply)))
+
+    def _send(self, command: pb.RunRequest) -> None:
+        self._commands.append(command)
+        self._has_commands.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._has_commands.wait()
+            self._has_commands.clear()
+            while self._commands:
+                await self._call.write(self._commands.popleft())
+
+    async def _keep_alive(self) -> None:
+        """A dead worker breaks the stream at once; this finds one that hangs."""
+        loop = asyncio.get_running_loop()
+        nonce = 0
+        while True:
+            nonce += 1
+            self._send(pb.RunRequest(ping=pb.Ping(nonce=nonce)))
+            await asyncio.sleep(self._ping_interval_s)
+            silence_s = loop.time() - self._last_heard
+            if silence_s > self._silence_limit_s:
+                raise UnavailableError(
+                    f"worker {self._address} has said nothing for {silence_s:.1f} s"
+                )
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            response = await self._call.read()
+            # EOF is a value of its own type.
+            if not isinstance(response, pb.RunResponse):
+                raise UnavailableError(f"worker {self._address} closed the stream")
+            self._last_heard = loop.time()
+            self.answered.set()
+            self._take(response)
+
+    def _take(self, response: pb.RunResponse) -> None:
+        match response.WhichOneof("event"):
+            case "output":
+                self._take_output(response.output)
+            case "rejected":
+                failure = response.rejected.failure
+                self._end(response.rejected.handle, _error(failure))
+            case "load":
+                self._on_load(response.load)
+            case _:
+                # A pong, whose arrival is all it says; an acceptance, whose queue position
+                # comes again with `started`; or what a newer worker knows.
+                pass
+
+    def _take_output(self, output: pb.StepOutput) -> None:
+        channels = self._channels
+        for started in output.started:
+            channel = channels.get(started.handle)
+            if channel is not None:
+                channel.started = WorkerStarted(
+                    started.cached_tokens, started.queue_position, started.queue_ms
+                )
+                channel.notify()
+        # The hot loop of the gateway: once for each token of every request. Handles that
+        # are not there belong to requests that were closed while the step was on its way.
+        for handle, token_id in zip(output.handles, output.token_ids, strict=True):
+            channel = channels.get(handle)
+            if channel is not None:
+                channel.token_ids.append(token_id)
+                channel.notify()
+        for finished in output.finished:
+            self._end(finished.handle, _finished(finished))
+        for failed in output.failed:
+            self._end(failed.handle, _error(failed.failure))
+
+    def _end(self, handle: int, end: WorkerFinished | ServingError) -> None:
+        channel = self._channels.pop(handle, None)
+        if channel is not None:
+            channel.finish(end)
+
+
+def _submit(handle: int, submission: Submission) -> pb.Submit:
+    sampling = submission.sampling
+    return pb.Submit(
+        handle=handle,
+        request_id=submission.request_id,
+        prompt_token_ids=submission.prompt_token_ids,
+        max_tokens=submission.max_tokens,
+        sampling=pb.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            seed=sampling.seed,
+        ),
+        stop_token_ids=submission.stop_token_ids,
+        ignore_eos=submission.ignore_eos,
+        priority=submission.priority,
+        cache_salt=submission.cache_salt,
+        time_limit_ms=submission.time_limit_ms,
+        timeout_ms=submission.timeout_ms,
+        traceparent=submission.traceparent,
+    )
+
+
+def _finished(finished: pb.RequestFinished) -> WorkerFinished | ServingError:
+    try:
+        reason = FinishReason(finished.reason)
+    except ValueError:
+        return ServingError(f"the worker ended the request for reason {finished.reason}")
+    return WorkerFinished(
+        reason=reason,
+        matched_token_id=finished.matched_token_id,
+        cached_tokens=finished.cached_tokens,
+        completion_tokens=finished.completion_tokens,
+        queue_ms=finished.queue_ms,
+        prefill_ms=finished.prefill_ms,
+        decode_ms=finished.decode_ms,
+    )
+
+
+def _error(failure: pb.Failure) -> ServingError:
+    code = failure.code if failure.code in set(Code) else Code.INTERNAL
+    return error_of(
+        code, failure.message, field=failure.field, retry_after_ms=failure.retry_after_ms
+    )
