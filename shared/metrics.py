@@ -76,11 +76,15 @@ class _LoadCollector(Collector):
         )
 
 
-class WorkerMetrics:
-    """What a worker's front counts itself, and the engine's load at each scrape."""
+def register_load(registry: CollectorRegistry, read: Callable[[], LoadSample]) -> None:
+    """Adds the engine's numbers, read anew at each scrape and from the exporter's thread."""
+    registry.register(_LoadCollector(read))
 
-    def __init__(self, registry: CollectorRegistry, load: Callable[[], LoadSample]) -> None:
-        registry.register(_LoadCollector(load))
+
+class WorkerMetrics:
+    """What a worker's front counts itself."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "tandem_requests",
             "Accepted requests by how they ended: a finish reason or a status code.",

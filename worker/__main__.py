@@ -1,0 +1,47 @@
+"""`python -m worker`: reads the settings, spawns the engine process, serves."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import uvloop
+
+from shared.logs import LogFormat, configure_logging
+from shared.shutdown import shutdown_event
+from worker.config import EXIT_BAD_CONFIGURATION, WorkerConfig, load_config
+from worker.engine_main import run_engine
+from worker.engine_process import EngineProcess, EngineStartError
+from worker.server import ListenError, serve
+
+EXIT_FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 after a clean drain, 2 on a bad configuration, 1 when the engine cannot be kept up."""
+    config = load_config(sys.argv[1:] if arguments is None else arguments, os.environ)
+    configure_logging("worker", LogFormat(config.log_format or "auto"), level=config.log_level)
+    spawn = partial(EngineProcess, run_engine, (config, os.getpid()))
+    # Before any gRPC object exists: a server's threads and descriptors do not survive in a
+    # child, and the loop is one for each process.
+    first = spawn()
+    try:
+        uvloop.run(_run(config, first, spawn))
+    except ListenError as error:
+        print(f"tandem worker: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIGURATION
+    except EngineStartError as error:
+        print(f"tandem worker: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIGURATION if error.is_configuration else EXIT_FAILED
+    return 0
+
+
+async def _run(
+    config: WorkerConfig, first: EngineProcess, spawn: Callable[[], EngineProcess]
+) -> None:
+    with shutdown_event() as stop:
+        await serve(config, first, spawn, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

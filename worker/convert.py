@@ -1,0 +1,224 @@
+"""Protobuf <-> what crosses the pipe. The only place that checks a Submit's fields.
+
+Errors name the fields by their paths in the public contract, because that is what the
+gateway's client sent.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from shared.errors import InvalidArgumentError, ServingError, UnimplementedError
+from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from shared.types import SamplingParams
+from worker.messages import Failed, Finished, Load, NewRequest, Started
+from worker.step import EngineInfo, Int32Array
+
+HANDLE_BITS = 32
+HANDLE_MASK = (1 << HANDLE_BITS) - 1
+MAX_REQUEST_ID_BYTES = 128
+
+
+def uid_of(link_id: int, handle: int) -> int:
+    """The worker-wide number of a request; numpy shifts take it apart again."""
+    return link_id << HANDLE_BITS | handle
+
+
+def to_new_request(submit: pb.Submit, uid: int, engine: EngineInfo, now: float) -> NewRequest:
+    """Raises InvalidArgumentError or UnimplementedError for a field that cannot be served."""
+    _check_request_id(submit.request_id)
+    prompt = _to_prompt(submit, engine)
+    _check_unbuilt(submit)
+    return NewRequest(
+        uid=uid,
+        prompt_token_ids=prompt,
+        max_tokens=_to_max_tokens(submit.max_tokens, len(prompt), engine.max_context),
+        sampling=to_sampling_params(submit.sampling),
+        stop_token_ids=_to_stop_token_ids(submit.stop_token_ids, engine.vocab_size),
+        ignore_eos=submit.ignore_eos,
+        cache_salt=submit.cache_salt,
+        deadline=now + submit.timeout_ms / 1000 if submit.timeout_ms else None,
+        time_limit=now + submit.time_limit_ms / 1000 if submit.time_limit_ms else None,
+        arrived_at=now,
+    )
+
+
+def to_sampling_params(sampling: pb.SamplingParams) -> SamplingParams:
+    """Raises InvalidArgumentError or UnimplementedError."""
+    _check_range("temperature", sampling.temperature, 0, math.inf)
+    _check_range("top_p", sampling.top_p, 0, 1, is_low_open=True)
+    _check_range("min_p", sampling.min_p, 0, 1)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 0, math.inf, is_low_open=True)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
+    _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
+    unbuilt = {
+        "min_p": sampling.min_p > 0,
+        "repetition_penalty": sampling.repetition_penalty != 1,
+        "frequency_penalty": sampling.frequency_penalty != 0,
+        "presence_penalty": sampling.presence_penalty != 0,
+        "logit_bias": bool(sampling.logit_bias),
+        "allowed_token_ids": bool(sampling.allowed_token_ids),
+    }
+    _refuse_first({f"sampling.{name}": is_set for name, is_set in unbuilt.items()})
+    return SamplingParams(
+        temperature=sampling.temperature,
+        # More than any vocabulary has: all of it, and within the engine's int32.
+        top_k=sampling.top_k if sampling.top_k < 1 << 31 else 0,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+    )
+
+
+def to_failure(error: ServingError) -> pb.Failure:
+    return pb.Failure(
+        code=int(error.code),
+        message=error.message,
+        field=error.field,
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
+def fill_step_output(
+    output: pb.StepOutput,
+    *,
+    handles: list[int],
+    token_ids: list[int],
+    started: Iterable[Started],
+    ended: Iterable[Finished | Failed],
+    committed_at: float,
+) -> None:
+    """Fills an empty message; `committed_at` is time.monotonic()'s.
+
+    Lists of ints, because a repeated field takes them at half the cost of an array's
+    elements (13 µs against 23 for 256 entries).
+    """
+    output.handles.extend(handles)
+    output.token_ids.extend(token_ids)
+    for start in started:
+        output.started.add(
+            handle=start.uid & HANDLE_MASK,
+            cached_tokens=start.cached_tokens,
+            queue_position=start.queue_position,
+            queue_ms=start.queue_s * 1e3,
+        )
+    for end in ended:
+        if isinstance(end, Failed):
+            failure = output.failed.add(handle=end.uid & HANDLE_MASK).failure
+            failure.code = int(end.code)
+            failure.message = end.message
+            failure.field = end.field
+            failure.retry_after_ms = end.retry_after_ms
+        else:
+            _add_finished(output, end)
+    output.committed_unix_us = int((time.time() - time.monotonic() + committed_at) * 1e6)
+
+
+def to_load_response(load: Load, *, is_ready: bool) -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(
+        ready=is_ready,
+        running=load.running,
+        waiting=load.waiting,
+        pages_total=load.pages_total,
+        pages_free=load.pages_free,
+        pages_cached=load.pages_cached,
+        pages_held=load.pages_held,
+        steps=load.steps,
+        preemptions=load.preemptions,
+        prompt_tokens=load.prompt_tokens,
+        cached_tokens=load.cached_tokens,
+        generated_tokens=load.generated_tokens,
+    )
+
+
+def _add_finished(output: pb.StepOutput, end: Finished) -> None:
+    output.finished.add(
+        handle=end.uid & HANDLE_MASK,
+        # Both enumerations number the reasons alike; a test holds them to it.
+        reason=pb.FinishReason.ValueType(end.reason),
+        matched_token_id=max(end.matched_token_id, 0),
+        cached_tokens=end.cached_tokens,
+        completion_tokens=end.completion_tokens,
+        queue_ms=end.queue_s * 1e3,
+        prefill_ms=end.prefill_s * 1e3,
+        decode_ms=end.decode_s * 1e3,
+    )
+
+
+def _check_request_id(request_id: str) -> None:
+    size = len(request_id.encode())
+    if not 1 <= size <= MAX_REQUEST_ID_BYTES:
+        raise InvalidArgumentError(
+            "request_id", f"1 to {MAX_REQUEST_ID_BYTES} bytes are allowed, got {size}"
+        )
+
+
+def _to_prompt(submit: pb.Submit, engine: EngineInfo) -> Int32Array:
+    num_tokens = len(submit.prompt_token_ids)
+    if num_tokens == 0:
+        raise InvalidArgumentError("prompt", "no tokens; at least one is needed")
+    if num_tokens >= engine.max_context:
+        raise InvalidArgumentError(
+            "prompt",
+            f"{num_tokens} tokens; with at least one to sample, "
+            f"the context of {engine.max_context} takes {engine.max_context - 1}",
+        )
+    prompt = np.fromiter(submit.prompt_token_ids, np.int64, num_tokens)
+    largest = int(prompt.max())
+    if largest >= engine.vocab_size:
+        raise InvalidArgumentError(
+            "prompt", f"token id {largest} is outside the vocabulary of {engine.vocab_size}"
+        )
+    return prompt.astype(np.int32)
+
+
+def _to_max_tokens(max_tokens: int, prompt_len: int, max_context: int) -> int:
+    if max_tokens < 1:
+        raise InvalidArgumentError("max_tokens", f"must be at least 1, got {max_tokens}")
+    if prompt_len + max_tokens > max_context:
+        raise InvalidArgumentError(
+            "max_tokens",
+            f"{prompt_len} prompt tokens and {max_tokens} more exceed the context of {max_context}",
+        )
+    return max_tokens
+
+
+def _to_stop_token_ids(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    stop_token_ids = tuple(ids)
+    for token_id in stop_token_ids:
+        if token_id >= vocab_size:
+            raise InvalidArgumentError(
+                "stopping.stop_token_ids",
+                f"token id {token_id} is outside the vocabulary of {vocab_size}",
+            )
+    return stop_token_ids
+
+
+def _check_unbuilt(submit: pb.Submit) -> None:
+    _refuse_first(
+        {
+            "stopping.min_tokens": submit.min_tokens > 0,
+            "priority": submit.priority != 0,
+            "output.logprobs": submit.HasField("logprobs"),
+            "output.prompt_logprobs": submit.HasField("prompt_logprobs"),
+            "structured_output": submit.HasField("structured_output"),
+        }
+    )
+
+
+def _refuse_first(fields: dict[str, bool]) -> None:
+    for field, is_set in fields.items():
+        if is_set:
+            raise UnimplementedError(field)
+
+
+def _check_range(
+    name: str, value: float, low: float, high: float, *, is_low_open: bool = False
+) -> None:
+    is_inside = math.isfinite(value) and low <= value <= high and not (is_low_open and value == low)
+    if not is_inside:
+        left = "(" if is_low_open else "["
+        raise InvalidArgumentError(
+            f"sampling.{name}", f"must be a finite number in {left}{low}, {high}], got {value:g}"
+        )

@@ -1,0 +1,357 @@
+"""Joins the gateways' links and the engine: admits, numbers, demultiplexes.
+
+Owns every live request of the front. Runs on the event loop alone and never blocks it;
+knows nothing of gRPC contexts or processes.
+"""
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from shared.errors import (
+    AlreadyExistsError,
+    EngineError,
+    InvalidArgumentError,
+    QueueFullError,
+    ServingError,
+    UnavailableError,
+)
+from shared.metrics import WorkerMetrics
+from shared.notifier import Notifier
+from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from worker.convert import (
+    HANDLE_BITS,
+    to_failure,
+    to_load_response,
+    to_new_request,
+    uid_of,
+)
+from worker.link import Link, LinkLimits
+from worker.messages import (
+    Abort,
+    CacheFlushed,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    FlushCache,
+    Heartbeat,
+    Load,
+    Ready,
+    StepOutput,
+    Submit,
+    Trace,
+    Traced,
+)
+
+RETRY_AFTER_MS = 1000
+LOAD_INTERVAL_S = 0.25
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherLimits:
+    """How much is taken on at once."""
+
+    max_running: int
+    max_waiting: int
+    link: LinkLimits = LinkLimits()
+
+
+class Dispatcher:
+    """Every request goes through here twice: as a Submit down, as its entries up."""
+
+    def __init__(
+        self,
+        send: Callable[[Command], None],
+        limits: DispatcherLimits,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._send = send
+        self._limits = limits
+        self._metrics = metrics
+        self._links: dict[int, Link] = {}
+        self._link_ids = itertools.count(1)
+        # Public id of each live request -> uid.
+        self._uids: dict[str, int] = {}
+        self._calls: dict[int, asyncio.Future[CacheFlushed | Traced]] = {}
+        self._call_ids = itertools.count(1)
+        self._load = Load()
+        self._load_sent_at = 0.0
+        self._ready: Ready | None = None
+        self._instance_id = ""
+        self._silent_s = 0.0
+        self._is_draining = False
+        # Told whenever `is_accepting` may have changed, a link has gone, or nothing lives.
+        self.state = Notifier()
+
+    @property
+    def load(self) -> Load:
+        """As the engine last told it."""
+        return self._load
+
+    @property
+    def num_live(self) -> int:
+        return len(self._uids)
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._refusal() is None
+
+    def ready(self) -> tuple[Ready, str]:
+        """What is served, and the id of this start of the engine. Raises UnavailableError."""
+        if self._ready is None:
+            raise UnavailableError("the model is not loaded yet", retry_after_ms=RETRY_AFTER_MS)
+        return self._ready, self._instance_id
+
+    def load_response(self) -> pb.GetLoadResponse:
+        return to_load_response(self._load, is_ready=self.is_accepting)
+
+    def open_link(self) -> Link:
+        link = Link(next(self._link_ids), self._limits.link)
+        self._links[link.link_id] = link
+        self._metrics.links.inc()
+        link.report_load(self.load_response())
+        return link
+
+    def close_link(self, link: Link) -> None:
+        """Aborts whatever still lives on the link, and forgets it."""
+        self._abort_silently(link, list(link.live))
+        del self._links[link.link_id]
+        self._metrics.links.dec()
+        self.state.notify()
+
+    def obey(self, link: Link, request: pb.RunRequest) -> None:
+        """Carries out one command. Raises ServingError for one that must end its link."""
+        match request.WhichOneof("command"):
+            case "submit":
+                self._submit(link, request.submit)
+            case "abort":
+                self._abort(link, request.abort.handles, reply=request.abort.reply)
+            case "ping":
+                link.answer(pb.RunResponse(pong=pb.Pong(nonce=request.ping.nonce)))
+            case _:
+                raise InvalidArgumentError("command", "none is set")
+
+    def abort_ids(self, request_ids: Iterable[str]) -> list[str]:
+        """Ends live requests by their public ids, over whichever link they came."""
+        aborted = [
+            request_id for request_id in dict.fromkeys(request_ids) if request_id in self._uids
+        ]
+        if aborted:
+            uids = tuple(self._uids[request_id] for request_id in aborted)
+            self._send(Abort(uids, report=True))
+        return aborted
+
+    async def flush_cache(self) -> int:
+        """Pages freed. Raises UnavailableError."""
+        answer = await self._call(FlushCache)
+        assert isinstance(answer, CacheFlushed)
+        return answer.pages_freed
+
+    async def trace(self, num_steps: int) -> bytes:
+        """A gzipped Chrome trace of the next steps. Raises UnavailableError."""
+        answer = await self._call(lambda call_id: Trace(call_id, num_steps))
+        assert isinstance(answer, Traced)
+        return answer.trace_json_gz
+
+    def on_event(self, event: Event) -> None:
+        if self._silent_s:
+            self._silent_s = 0.0
+            self.state.notify()
+        match event:
+            case StepOutput():
+                self._on_output(event)
+                self._set_load(event.load)
+            case Heartbeat(load=load):
+                self._set_load(load)
+            case Ready():
+                self._ready, self._instance_id = event, uuid.uuid4().hex
+                self.state.notify()
+                self._report_load()
+            case CacheFlushed() | Traced():
+                future = self._calls.pop(event.call_id, None)
+                if future is not None and not future.done():
+                    future.set_result(event)
+
+    def on_engine_stale(self, silent_s: float) -> None:
+        if not self._silent_s:
+            _log.error("the engine is silent", silent_s=round(silent_s, 1))
+        self._silent_s = silent_s
+        self.state.notify()
+
+    def on_engine_lost(self, reason: str) -> None:
+        self._ready, self._load, self._silent_s = None, Load(), 0.0
+        error = EngineError("the engine process died, and this request with it")
+        self.fail_live(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(UnavailableError("the engine process died"))
+        self._calls.clear()
+        self.state.notify()
+        self._report_load()
+
+    def drain(self) -> int:
+        """Refuses new requests from now on; how many still live."""
+        self._is_draining = True
+        self.state.notify()
+        self._report_load()
+        return self.num_live
+
+    def fail_live(self, error: ServingError) -> None:
+        """Ends every live request with this error; the engine is told to drop them."""
+        uids = tuple(self._uids.values())
+        now = time.monotonic()
+        for uid in uids:
+            failed = Failed(uid, error.code, error.message, error.field, error.retry_after_ms)
+            self._end(failed, now)
+        if uids:
+            self._send(Abort(uids, report=False))
+
+    def close_links(self, error: ServingError) -> None:
+        """Lets each link send what it has, and ends it."""
+        for link in self._links.values():
+            link.close(error)
+
+    def _submit(self, link: Link, submit: pb.Submit) -> None:
+        handle = submit.handle
+        if handle >> HANDLE_BITS:
+            raise InvalidArgumentError("handle", f"must fit in {HANDLE_BITS} bits, got {handle}")
+        if handle in link.live:
+            raise InvalidArgumentError("handle", f"{handle} is live on this stream already")
+        num_ahead = sum(len(other.waiting) for other in self._links.values())
+        try:
+            self._admit(link, submit)
+        except ServingError as error:
+            self._metrics.rejections.labels(error.code.name).inc()
+            rejected = pb.Rejected(handle=handle, failure=to_failure(error))
+            link.answer(pb.RunResponse(rejected=rejected))
+            return
+        accepted = pb.Accepted(handle=handle, queue_position=num_ahead)
+        link.answer(pb.RunResponse(accepted=accepted))
+
+    def _admit(self, link: Link, submit: pb.Submit) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        assert self._ready is not None
+        uid = uid_of(link.link_id, submit.handle)
+        request = to_new_request(submit, uid, self._ready.engine, time.monotonic())
+        if submit.request_id in self._uids:
+            raise AlreadyExistsError(f"request_id: {submit.request_id} is live already")
+        # Counted here, so that the answer is at once even while a long step runs.
+        limit = self._limits.max_running + self._limits.max_waiting
+        if self.num_live >= limit:
+            raise QueueFullError(
+                f"{self.num_live} requests are live; at most {self._limits.max_running} run "
+                f"and {self._limits.max_waiting} wait",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        self._uids[submit.request_id] = uid
+        link.live[submit.handle] = submit.request_id
+        link.waiting.add(submit.handle)
+        self._send(Submit(request))
+
+    def _refusal(self) -> ServingError | None:
+        """Why no new request is taken now."""
+        if self._is_draining:
+            return UnavailableError("this worker is shutting down")
+        if self._ready is None:
+            return UnavailableError("the model is not loaded yet", retry_after_ms=RETRY_AFTER_MS)
+        if self._silent_s:
+            return UnavailableError(f"the engine has been silent for {self._silent_s:.0f} s")
+        return None
+
+    def _abort(self, link: Link, handles: Iterable[int], *, reply: bool) -> None:
+        # What is not live has ended already, and its end has been told.
+        live = [handle for handle in handles if handle in link.live]
+        if reply and live:
+            uids = tuple(uid_of(link.link_id, handle) for handle in live)
+            self._send(Abort(uids, report=True))
+        elif live:
+            self._abort_silently(link, live)
+
+    def _abort_silently(self, link: Link, handles: list[int]) -> None:
+        for handle in handles:
+            request_id = link.forget(handle)
+            if request_id is not None:
+                self._forget(request_id, "ABANDONED")
+        if handles:
+            uids = tuple(uid_of(link.link_id, handle) for handle in handles)
+            self._send(Abort(uids, report=False))
+
+    def _on_output(self, output: StepOutput) -> None:
+        committed_at = output.committed_at
+        for started in output.started:
+            link = self._links.get(started.uid >> HANDLE_BITS)
+            if link is not None:
+                link.push_started(started, committed_at)
+        if len(output.uids):
+            self._push_tokens(output)
+        endings: tuple[Finished | Failed, ...] = output.finished + output.failed
+        for ended in endings:
+            self._end(ended, committed_at)
+
+    def _push_tokens(self, output: StepOutput) -> None:
+        link_ids = output.uids >> HANDLE_BITS
+        first = int(link_ids[0])
+        if (link_ids == first).all():
+            # One gateway: nothing is copied.
+            if (link := self._links.get(first)) is not None:
+                link.push_tokens(output.uids, output.token_ids, output.committed_at)
+            return
+        for link_id in set(link_ids.tolist()):
+            if (link := self._links.get(link_id)) is not None:
+                mine = link_ids == link_id
+                link.push_tokens(output.uids[mine], output.token_ids[mine], output.committed_at)
+
+    def _end(self, ended: Finished | Failed, committed_at: float) -> None:
+        """Passes a terminal entry on; one for a request that has ended already is dropped."""
+        link = self._links.get(ended.uid >> HANDLE_BITS)
+        request_id = link.push_ended(ended, committed_at) if link is not None else None
+        if request_id is None:
+            return
+        if isinstance(ended, Failed):
+            self._forget(request_id, ended.code.name)
+            return
+        self._forget(request_id, ended.reason.name)
+        self._metrics.queue_time.observe(ended.queue_s)
+        self._metrics.prefill_time.observe(ended.prefill_s)
+        self._metrics.decode_time.observe(ended.decode_s)
+
+    def _forget(self, request_id: str, outcome: str) -> None:
+        del self._uids[request_id]
+        self._metrics.requests.labels(outcome).inc()
+        if not self._uids:
+            self.state.notify()
+
+    def _set_load(self, load: Load) -> None:
+        self._load = load
+        if time.monotonic() - self._load_sent_at >= LOAD_INTERVAL_S:
+            self._report_load()
+
+    def _report_load(self) -> None:
+        self._load_sent_at = time.monotonic()
+        for link in self._links.values():
+            link.report_load(self.load_response())
+
+    async def _call(self, command: Callable[[int], FlushCache | Trace]) -> CacheFlushed | Traced:
+        self.ready()
+        call_id = next(self._call_ids)
+        future: asyncio.Future[CacheFlushed | Traced] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(command(call_id))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)

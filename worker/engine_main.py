@@ -1,0 +1,119 @@
+"""The engine process: opens the model, then runs the loop that owns scheduler and engine.
+
+Its parent tells it to stop; it ignores the terminal's signals, and dies with its parent.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import structlog
+
+from shared.errors import ServingError
+from shared.logs import LogFormat, configure_logging
+from worker.config import EXIT_BAD_CONFIGURATION, WorkerConfig
+from worker.engine.factory import OpenedEngine, open_engine
+from worker.engine_loop import EngineLoop
+from worker.messages import Event, Fatal, Progress, Ready
+from worker.scheduler.config import Policy, SchedulerConfig
+from worker.scheduler.scheduler import Scheduler
+
+_PR_SET_PDEATHSIG = 1
+_EXIT_LOST = 1
+
+_log = structlog.get_logger(__name__)
+
+
+def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) -> None:
+    """What the front spawns. Exits with 0 after Stop or when the front is gone.
+
+    Exits with EXIT_BAD_CONFIGURATION when the model cannot be served as asked, and with 1
+    after any other fault; a Fatal event has said which.
+    """
+    _die_with(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    configure_logging("engine", LogFormat(config.log_format or "auto"), level=config.log_level)
+    channel = _Channel(connection)
+    try:
+        opened, scheduler = _open(config, lambda message: channel.emit(Progress(message)))
+    except (BrokenPipeError, ConnectionResetError):
+        sys.exit(0)
+    except (ServingError, ValueError) as error:
+        channel.last_words(str(error))
+        sys.exit(EXIT_BAD_CONFIGURATION)
+    except Exception as error:
+        _log.exception("the model could not be opened")
+        channel.last_words(f"the model could not be opened: {type(error).__name__}: {error}")
+        sys.exit(_EXIT_LOST)
+    try:
+        channel.emit(Ready(opened.model, opened.engine.info, opened.tokenizer))
+        loop = EngineLoop(
+            scheduler, opened.engine, connection, channel.emit, overlap=config.overlap
+        )
+        loop.run()
+    finally:
+        opened.engine.close()
+    sys.exit(_EXIT_LOST if channel.is_fatal else 0)
+
+
+class _Channel:
+    """Events to the front, with a note of whether one of them was the last."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.is_fatal = False
+
+    def emit(self, event: Event) -> None:
+        """Raises OSError when the front is gone."""
+        self.is_fatal = self.is_fatal or isinstance(event, Fatal)
+        self._connection.send(event)
+
+    def last_words(self, message: str) -> None:
+        try:
+            self.emit(Fatal(message))
+        except OSError:
+            _log.error("nobody is left to hear it", message=message)
+
+
+def scheduler_config(config: WorkerConfig, max_rows: int) -> SchedulerConfig:
+    """The scheduler's part of the settings; the engine's rows bound what can run."""
+    assert config.token_budget is not None and config.max_running is not None
+    return SchedulerConfig(
+        token_budget=config.token_budget,
+        max_running=min(config.max_running, max_rows),
+        max_waiting=config.max_waiting,
+        policy=Policy.MIXED if config.policy == "mixed" else Policy.PREFILL_FIRST,
+        prefix_caching=config.prefix_caching,
+    )
+
+
+def _open(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[OpenedEngine, Scheduler]:
+    opened = open_engine(config, os.environ, progress)
+    info = opened.engine.info
+    try:
+        scheduler = Scheduler(
+            scheduler_config(config, info.max_rows), info, opened.model.eos_token_ids
+        )
+    except BaseException:
+        opened.engine.close()
+        raise
+    return opened, scheduler
+
+
+def _die_with(parent_pid: int) -> None:
+    """Asks the kernel to kill this process when the front dies, however it does.
+
+    Elsewhere than on Linux the end of the pipe does it, a step later.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        # It died before it could be asked for.
+        sys.exit(0)

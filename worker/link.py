@@ -1,0 +1,185 @@
+"""One gateway's Run stream: what lives on it and what it has still to be sent.
+
+Everything here runs on the event loop. One sender writes; whatever comes while it waits
+for a slow gateway is merged, so that the number of messages falls as the gateway falls
+behind, and a gateway that is too far behind is let go.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from shared.errors import QueueFullError, ServingError
+from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from worker.convert import HANDLE_MASK, fill_step_output
+from worker.messages import Failed, Finished, Started
+from worker.step import Int32Array, Int64Array
+
+_Array = TypeVar("_Array", Int32Array, Int64Array)
+Write = Callable[[pb.RunResponse], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """How far a gateway may be behind before it is let go."""
+
+    # About 12 bytes each, so a few MB; at 256 tokens a step, 1024 steps.
+    max_pending_tokens: int = 1 << 18
+    # Answers to submits and pings; beyond these the link's commands are not read.
+    max_pending_answers: int = 1024
+
+
+class Link:
+    """State of one Run stream, from its opening to its end."""
+
+    def __init__(self, link_id: int, limits: LinkLimits) -> None:
+        self.link_id = link_id
+        # The accepted requests without a terminal entry: handle -> public request id.
+        self.live: dict[int, str] = {}
+        # Those of them that the scheduler has not taken up yet.
+        self.waiting: set[int] = set()
+        self._limits = limits
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._ended = asyncio.Event()
+        self._error: ServingError | None = None
+        self._is_closing = False
+        self._is_half_closed = False
+        self._answers: list[pb.RunResponse] = []
+        self._load: pb.GetLoadResponse | None = None
+        self._clear_output()
+
+    def answer(self, response: pb.RunResponse) -> None:
+        """Sends an answer to a command, before any output that comes later."""
+        self._answers.append(response)
+        if len(self._answers) >= self._limits.max_pending_answers:
+            self._has_room.clear()
+        self._wake.set()
+
+    def report_load(self, response: pb.GetLoadResponse) -> None:
+        """Sends the load; one that was not sent yet is superseded."""
+        self._load = response
+        self._wake.set()
+
+    def push_tokens(self, uids: Int64Array, token_ids: Int32Array, committed_at: float) -> None:
+        """Sends tokens of this link's requests."""
+        self._uids.append(uids)
+        self._token_ids.append(token_ids)
+        self._num_tokens += len(uids)
+        self._note_commit(committed_at)
+        if self._num_tokens > self._limits.max_pending_tokens:
+            self.drop(
+                QueueFullError(
+                    f"this gateway is {self._num_tokens} tokens behind; "
+                    f"at most {self._limits.max_pending_tokens} are kept"
+                )
+            )
+
+    def push_started(self, started: Started, committed_at: float) -> None:
+        handle = started.uid & HANDLE_MASK
+        if handle in self.live:
+            self.waiting.discard(handle)
+            self._started.append(started)
+            self._note_commit(committed_at)
+
+    def push_ended(self, ended: Finished | Failed, committed_at: float) -> str | None:
+        """Sends a terminal entry; the request's public id, or None if it had ended before."""
+        request_id = self.forget(ended.uid & HANDLE_MASK)
+        if request_id is not None:
+            self._ended_entries.append(ended)
+            self._note_commit(committed_at)
+        return request_id
+
+    def forget(self, handle: int) -> str | None:
+        """Ends a request without a word; its public id, or None if it had ended before."""
+        self.waiting.discard(handle)
+        request_id = self.live.pop(handle, None)
+        if request_id is not None:
+            self._wake.set()
+        return request_id
+
+    def half_close(self) -> None:
+        """The gateway sends no more: the link ends well when its last request has."""
+        self._is_half_closed = True
+        self._wake.set()
+
+    def close(self, error: ServingError | None) -> None:
+        """Ends the link when what is pending has been sent."""
+        self._error = self._error or error
+        self._is_closing = True
+        self._wake.set()
+
+    def drop(self, error: ServingError | None) -> None:
+        """Ends the link now, whatever is pending."""
+        self._error = self._error or error
+        self._ended.set()
+
+    async def ended(self) -> None:
+        """Returns when the link has ended well; raises the error that it ended with."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def has_room(self) -> None:
+        """Returns when another command may be read."""
+        await self._has_room.wait()
+
+    async def send_all(self, write: Write) -> None:
+        """Writes what comes until the link ends. There must be one sender alone."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._load is not None:
+                load, self._load = self._load, None
+                await write(pb.RunResponse(load=load))
+            # Until none is left: the output below may hold tokens of a request that was
+            # accepted while an answer was being written.
+            while self._answers:
+                answers, self._answers = self._answers, []
+                self._has_room.set()
+                for answer in answers:
+                    await write(answer)
+            if self._num_tokens or self._started or self._ended_entries:
+                await write(self._take_output())
+            if self._is_done():
+                self._ended.set()
+                return
+
+    def _is_done(self) -> bool:
+        is_leaving = self._is_closing or (self._is_half_closed and not self.live)
+        return is_leaving and not self._wake.is_set()
+
+    def _take_output(self) -> pb.RunResponse:
+        response = pb.RunResponse()
+        fill_step_output(
+            response.output,
+            handles=(_joined(self._uids) & HANDLE_MASK).tolist() if self._uids else [],
+            token_ids=_joined(self._token_ids).tolist() if self._uids else [],
+            started=self._started,
+            ended=self._ended_entries,
+            committed_at=self._committed_at,
+        )
+        self._clear_output()
+        return response
+
+    def _clear_output(self) -> None:
+        self._uids: list[Int64Array] = []
+        self._token_ids: list[Int32Array] = []
+        self._num_tokens = 0
+        self._started: list[Started] = []
+        self._ended_entries: list[Finished | Failed] = []
+        self._committed_at = 0.0
+
+    def _note_commit(self, committed_at: float) -> None:
+        # Of merged steps the oldest tells how far behind the reader is.
+        self._committed_at = self._committed_at or committed_at
+        self._wake.set()
+
+
+def _joined(arrays: list[_Array]) -> _Array:
+    """At least one array; nothing is copied when it is the only one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
