@@ -149,7 +149,7 @@ class FakeEngine:
             # Harmful, should anyone read it.
             return -7
         length = int(plan.cached_lens[i] + plan.extend_lens[i])
-        history = self._memory.read(plan.rows[i : i + 1], np.arange(length))
+        history = self._memory.read(plan.rows[i : i + 1], np.arange(length, dtype=np.int32))
         return self._model(history, int(plan.prompt_lens[i]))
 
 

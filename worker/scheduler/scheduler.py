@@ -63,6 +63,11 @@ class Scheduler:
         lifecycle = self._lifecycle
         return not lifecycle.live and not self._in_flight and lifecycle.output.is_empty
 
+    @property
+    def num_cache_nodes(self) -> int:
+        """Nodes of the radix tree, whose number should cost nothing."""
+        return self._lifecycle.kv.tree.num_nodes
+
     def add(self, new: NewRequest, now: float) -> int:
         """Queues a request; returns how many wait ahead of it. Raises ServingError."""
         if new.uid in self._lifecycle.live:

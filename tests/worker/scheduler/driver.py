@@ -171,8 +171,10 @@ class Driver:
             outcome = self.outcomes[uid]
             assert not outcome.ended, f"a token of {uid} after its end"
             outcome.token_ids.append(token_id)
-        for ended in (*output.finished, *output.failed):
-            self.outcomes[ended.uid].ended.append(ended)
+        for finished in output.finished:
+            self.outcomes[finished.uid].ended.append(finished)
+        for failed in output.failed:
+            self.outcomes[failed.uid].ended.append(failed)
 
 
 def solo_output(
