@@ -7,6 +7,7 @@ gateway's client sent.
 import math
 import time
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 
@@ -136,7 +137,7 @@ def _add_finished(output: pb.StepOutput, end: Finished) -> None:
     output.finished.add(
         handle=end.uid & HANDLE_MASK,
         # Both enumerations number the reasons alike; a test holds them to it.
-        reason=pb.FinishReason.ValueType(end.reason),
+        reason=cast(pb.FinishReason, int(end.reason)),
         matched_token_id=max(end.matched_token_id, 0),
         cached_tokens=end.cached_tokens,
         completion_tokens=end.completion_tokens,

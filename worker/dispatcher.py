@@ -177,6 +177,8 @@ class Dispatcher:
                 self._set_load(load)
             case Ready():
                 self._ready, self._instance_id = event, uuid.uuid4().hex
+                num_pages = event.engine.num_pages
+                self._load = Load(pages_total=num_pages, pages_free=num_pages)
                 self.state.notify()
                 self._report_load()
             case CacheFlushed() | Traced():
