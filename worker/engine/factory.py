@@ -129,4 +129,46 @@ def _read_tokenizer_folder(folder: Path) -> _Source:
 def _open_cpu(
     config: WorkerConfig, environment: Mapping[str, str], progress: Progress
 ) -> OpenedEngine:
-    raise ModelError("the cpu engine is not built in this version")
+    import torch
+
+    from worker.checkpoint.load import load_model
+    from worker.checkpoint.open import default_cache_dir, open_checkpoint
+    from worker.engine.cpu import CpuEngine, CpuEngineConfig
+    from worker.models.ops import TorchOps
+
+    checkpoint = open_checkpoint(
+        config.model,
+        cache_dir=default_cache_dir(environment),
+        progress=progress,
+        dummy_weights=config.dummy_weights,
+    )
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    model = load_model(
+        checkpoint,
+        TorchOps(),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        progress=progress,
+        max_context=config.max_context,
+    )
+    assert config.max_running is not None
+    sizes = CpuEngineConfig(
+        page_size=config.page_size,
+        num_pages=config.kv_pages,
+        memory_fraction=config.memory_fraction,
+        max_rows=config.max_running,
+        max_context=config.max_context,
+        threads=config.threads,
+    )
+    return OpenedEngine(
+        engine=CpuEngine(model, sizes),
+        model=ModelInfo(
+            name=config.served_model_name or checkpoint.name,
+            architecture=checkpoint.config.architecture,
+            dtype=str(dtype).removeprefix("torch."),
+            device="cpu",
+            eos_token_ids=checkpoint.eos_token_ids,
+            overlap_scheduling=config.overlap,
+        ),
+        tokenizer=checkpoint.tokenizer(progress),
+    )
