@@ -120,7 +120,6 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Takes the tokens of the oldest step in flight."""
         self._leave(plan)
-        self._account_idle(result)
         state = self._rows
         # KV counts only on top of valid KV: after a step that failed, all of it is void.
         sound = ~result.faulty & (state.valid_lens[plan.rows] == plan.cached_lens)
@@ -134,6 +133,7 @@ class Scheduler:
             error = EngineError("the model's output was not finite")
             self._fail_rows(plan.rows[result.faulty & is_open], error)
         self._release(plan)
+        self._account_idle(result)
 
     def fail(self, plan: StepPlan, error: ServingError, now: float) -> None:
         """Ends the requests of the oldest step in flight, and no others."""
