@@ -71,6 +71,7 @@ class Decoder:
         config = build.config
         self.config = config
         self.dtype = build.dtype
+        self.max_context = build.max_context
         self.embedding = build.empty(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(build)
         self.layers = [
