@@ -1,13 +1,14 @@
 """Model folders and running pairs for the end-to-end tests."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.pair import Client, Pair, running_pair
-from worker.checkpoint import open_checkpoint
+from worker.checkpoint.open import default_cache_dir, open_checkpoint
 
 BUILT_IN = "smollm2-135m-instruct"
 ECHO = ("--engine", "echo", "--max-context", "4096", "--echo-step-ms", "1")
@@ -18,7 +19,9 @@ MakeFolder = Callable[..., Path]
 @pytest.fixture(scope="session")
 def tokenizer_files() -> dict[str, bytes]:
     """SmolLM2's own tokenizer, as a worker hands it to gateways."""
-    return open_checkpoint(BUILT_IN).tokenizer_bundle().files
+    cache_dir = default_cache_dir(os.environ)
+    checkpoint = open_checkpoint(BUILT_IN, cache_dir=cache_dir, progress=lambda _: None)
+    return checkpoint.tokenizer(lambda _: None).files
 
 
 @pytest.fixture(scope="session")

@@ -186,6 +186,15 @@ def is_clean(load: pb.WorkerLoad) -> bool:
     )
 
 
+async def rest_of(
+    call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]",
+) -> AsyncIterator[pb.GenerateStreamResponse]:
+    """What is left of a stream that was begun with `read`; gRPC lets no one mix that with
+    `async for` on the call itself."""
+    while isinstance(event := await call.read(), pb.GenerateStreamResponse):
+        yield event
+
+
 @dataclass
 class Collected:
     """A whole stream."""

@@ -10,7 +10,7 @@ import psutil
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.integration.conftest import ECHO
-from tests.integration.pair import Client, Pair, running_pair
+from tests.integration.pair import Client, Pair, rest_of, running_pair
 
 SLOW = (*ECHO[:-1], "20")
 
@@ -26,7 +26,7 @@ async def test_sigterm_lets_live_streams_finish(tmp_path: Path) -> None:
             pair.gateway.signal(signal.SIGTERM)
             async with Client(pair.address) as late:
                 await _refused_within(late, 1.0)
-            texts = ["".join([event.delta.text async for event in call]) for call in calls]
+            texts = ["".join([event.delta.text async for event in rest_of(call)]) for call in calls]
             assert texts == [text, text]
             assert await asyncio.to_thread(pair.gateway.process.wait, 10) == 0
             assert time.monotonic() - begin < 8
@@ -64,7 +64,7 @@ async def test_a_draining_worker_finishes_what_it_has(tmp_path: Path) -> None:
             call = client.stream(pb.GenerateRequest(text=text, max_tokens=200))
             await call.read()
             pair.workers[0].signal(signal.SIGTERM)
-            assert "".join([event.delta.text async for event in call]) == text
+            assert "".join([event.delta.text async for event in rest_of(call)]) == text
             assert await asyncio.to_thread(pair.workers[0].process.wait, 15) == 0
 
 
@@ -81,7 +81,7 @@ async def test_a_killed_worker_ends_its_streams_and_others_take_over(tmp_path: P
             pair.workers[victim].process.kill()
             begin = time.monotonic()
             try:
-                async for event in call:
+                async for event in rest_of(call):
                     delivered += len(event.delta.token_ids)
                 raise AssertionError("the stream of a killed worker ended OK")
             except grpc.aio.AioRpcError as error:
@@ -112,7 +112,7 @@ async def test_a_killed_engine_fails_its_requests_and_comes_back(tmp_path: Path)
             await call.read()
             _engine_of(pair).kill()
             try:
-                async for _ in call:
+                async for _ in rest_of(call):
                     pass
                 raise AssertionError("the stream of a killed engine ended OK")
             except grpc.aio.AioRpcError as error:
@@ -146,7 +146,7 @@ async def test_a_slow_reader_gets_fewer_larger_deltas_and_harms_nobody(tmp_path:
                 await call.read()
                 await asyncio.sleep(0.1)
             assert time.monotonic() - begin < 10
-            read = [event async for event in call]
+            read = [event async for event in rest_of(call)]
             grown = psutil.Process(pair.gateway.process.pid).memory_info().rss - rss
             assert grown < 64 << 20
             assert read[-1].finished.usage.completion_tokens == len(ids) + 1

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.integration.conftest import ECHO, MakeFolder
-from tests.integration.pair import Client, Pair, running_pair
+from tests.integration.pair import Client, Pair, rest_of, running_pair
 
 Code = grpc.StatusCode
 REFUSING_TEMPLATE = (
@@ -193,7 +193,7 @@ async def test_a_live_id_is_refused_and_the_first_is_unharmed(slow_client: Clien
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await slow_client.collect(request)
     assert caught.value.code() == Code.ALREADY_EXISTS
-    rest = [event async for event in first]
+    rest = [event async for event in rest_of(first)]
     assert "".join(event.delta.text for event in rest) == text
     assert (await slow_client.collect(request)).text == text
 
