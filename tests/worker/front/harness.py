@@ -207,15 +207,20 @@ def neutral_sampling(**fields: Any) -> pb.SamplingParams:
 
 @asynccontextmanager
 async def running_worker(
-    model: Path,
+    folder: Path,
     *,
     target: Callable[..., None] = run_engine,
     wait_serving: bool = True,
     **settings: Any,
 ) -> AsyncIterator[FrontWorker]:
-    """Runs `serve` on this loop, with `target` in its engine process."""
-    values = {"engine": "echo", "max_running": 4, "max_waiting": 4, "max_context": 128}
-    values |= {"listen": "127.0.0.1:0", "drain_grace_s": 0.0, "model": str(model)}
+    """Runs `serve` on this loop, over the tokenizer in `folder`, with `target` as its engine."""
+    values: dict[str, Any] = {
+        "engine": "echo",
+        "max_running": 4,
+        "max_waiting": 4,
+        "max_context": 128,
+    }
+    values |= {"listen": "127.0.0.1:0", "drain_grace_s": 0.0, "model": str(folder)}
     config = resolve(WorkerConfig(**{**values, **settings}))
     children: list[EngineProcess] = []
 
