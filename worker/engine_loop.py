@@ -110,6 +110,8 @@ class EngineLoop:
         if self._overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
+            # Starts, rejections and aborts are known already, and a step can be long.
+            self._tell()
             self._commit(*launched)
         self._tell()
 

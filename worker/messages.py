@@ -1,7 +1,8 @@
 """What crosses the pipe between the front process and the engine process.
 
-Commands go down, events come up; at most one StepOutput for each step. Times are
-time.monotonic() seconds, which all processes of one machine share.
+Commands go down, events come up; one StepOutput for each step, and one more in those where
+there is something to tell before the step is over. Times are time.monotonic() seconds, which
+all processes of one machine share.
 """
 
 from dataclasses import dataclass, field
