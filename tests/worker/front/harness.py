@@ -172,9 +172,11 @@ class FrontWorker:
                     break
         watch.cancel()
 
-    async def wait_load(self, predicate: Callable[[pb.GetLoadResponse], bool]) -> None:
+    async def wait_load(
+        self, predicate: Callable[[pb.GetLoadResponse], bool], *, timeout_s: float = 5
+    ) -> None:
         """Asks until the load is so."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(timeout_s):
             # The load is another process's: nothing here could be awaited.
             while not predicate(await self.load()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
