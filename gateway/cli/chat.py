@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from gateway.cli.client import CallError, Client
+from gateway.cli.client import CallError, Client, Target
 from gateway.cli.generate import GenerateOptions, build_request
 from gateway.cli.terminal import stderr_console, write_error, write_text, write_usage
 from shared.pb.tandem.v1 import inference_pb2 as pb
@@ -24,13 +24,13 @@ _HELP = """\
 Ctrl-C          stop the answer; at the prompt: leave"""
 
 
-def chat(address: str, options: GenerateOptions, timeout_s: float | None) -> None:
+def chat(target: Target, options: GenerateOptions) -> None:
     """Reads lines and streams answers until /quit or the end of input."""
     conversation = Conversation(options, stderr_console())
     # One loop for the whole conversation, running only while an answer comes: at the
     # prompt the terminal keeps its own way with lines and with Ctrl-C.
     with asyncio.Runner() as runner:
-        client = runner.run(_open(address, timeout_s))
+        client = runner.run(_open(target))
         try:
             while (line := _read_line()) is not None:
                 if line.startswith("/"):
@@ -105,9 +105,9 @@ class Conversation:
             write_text("\n")
 
 
-async def _open(address: str, timeout_s: float | None) -> Client:
+async def _open(target: Target) -> Client:
     """A channel belongs to the loop that is running when it is made."""
-    return Client(address, timeout_s=timeout_s)
+    return Client(target)
 
 
 def _read_line() -> str | None:

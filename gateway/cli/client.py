@@ -18,6 +18,7 @@ _ADVICE = {
     grpc.StatusCode.NOT_FOUND: "`tandem model` shows what is served",
     grpc.StatusCode.DEADLINE_EXCEEDED: "a longer --timeout gives it more time",
     grpc.StatusCode.UNIMPLEMENTED: "leave that option out, or update the server",
+    grpc.StatusCode.UNAUTHENTICATED: "--token or TANDEM_TOKEN gives the gateway's bearer token",
     grpc.StatusCode.INTERNAL: "the server's log says more",
     grpc.StatusCode.UNKNOWN: "the server's log says more",
 }
@@ -40,15 +41,25 @@ class Answer:
     finished: pb.Finished
 
 
-class Client:
-    """Calls the gateway at `address`; every call ends by `timeout_s` (None: never)."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The gateway to call and how: a bearer token if it wants one, a time for each call."""
 
-    def __init__(self, address: str, *, timeout_s: float | None = None) -> None:
-        self.address = address
-        self._timeout_s = timeout_s
+    address: str
+    token: str = ""
+    # None: as long as it takes.
+    timeout_s: float | None = None
+
+
+class Client:
+    """Calls a gateway; every call ends by the timeout."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
         # gRPC would wait up to two minutes before it tries a lost gateway again.
         options = channel_options(max_reconnect_backoff_ms=1000)
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._channel = grpc.aio.insecure_channel(target.address, options=options)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -69,7 +80,9 @@ class Client:
         self, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """The events of one request; leaving early cancels it. Raises CallError."""
-        call = self._stub.GenerateStream(request, timeout=self._timeout_s)
+        call = self._stub.GenerateStream(
+            request, timeout=self._target.timeout_s, metadata=self._metadata
+        )
         try:
             async for event in call:
                 yield event
@@ -96,14 +109,14 @@ class Client:
         """What is served. Raises CallError."""
         try:
             response: pb.GetModelResponse = await self._stub.GetModel(
-                pb.GetModelRequest(), timeout=self._timeout_s
+                pb.GetModelRequest(), timeout=self._target.timeout_s, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
             raise self._call_error(error) from None
         return response
 
     def _call_error(self, error: grpc.aio.AioRpcError) -> CallError:
-        advice = _ADVICE.get(error.code(), "").format(address=self.address)
+        advice = _ADVICE.get(error.code(), "").format(address=self._target.address)
         retry_after_ms = error_from_rpc(error).retry_after_ms
         if retry_after_ms:
             advice = f"try again in {retry_after_ms / 1000:g} s"

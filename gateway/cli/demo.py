@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
-from gateway.cli.client import Client
+from gateway.cli.client import Client, Target
 from gateway.cli.generate import GenerateOptions, build_request
 from gateway.cli.pair import Pair, free_address
 from gateway.cli.terminal import stderr_console, write_text, write_usage
@@ -15,7 +15,9 @@ _START_TIMEOUT_S = 240.0
 _ANSWER_TIMEOUT_S = 120.0
 
 
-async def demo(question: str, worker_arguments: Sequence[str], *, shows_logs: bool) -> int:
+async def demo(
+    question: str, worker_arguments: Sequence[str], *, token: str, shows_logs: bool
+) -> int:
     """Starts both services on free ports, streams one chat answer, stops both.
 
     Returns the exit code, not 0 when anything failed or took longer than its time.
@@ -33,7 +35,8 @@ async def demo(question: str, worker_arguments: Sequence[str], *, shows_logs: bo
         message = pb.ChatMessage(role="user", content=question)
         request = build_request(GenerateOptions(temperature=0.0, max_tokens=128), [message])
         console.print(f"\n[bold]{escape(question)}[/]")
-        async with Client(pair.gateway.address, timeout_s=_ANSWER_TIMEOUT_S) as client:
+        target = Target(pair.gateway.address, token, _ANSWER_TIMEOUT_S)
+        async with Client(target) as client:
             answer = await client.generate(request, write_text)
         write_text("\n")
         write_usage(console, answer.finished)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.cli.client import Client
+from gateway.cli.client import Client, Target
 from gateway.cli.terminal import answer_json, stderr_console, write_text, write_usage
 from shared.pb.tandem.v1 import inference_pb2 as pb
 
@@ -46,17 +46,17 @@ def build_request(
     return request
 
 
-async def generate(address: str, request: pb.GenerateRequest, timeout_s: float | None) -> None:
+async def generate(target: Target, request: pb.GenerateRequest) -> None:
     """Streams the completion to stdout and its usage to stderr. Raises CallError."""
-    async with Client(address, timeout_s=timeout_s) as client:
+    async with Client(target) as client:
         answer = await client.generate(request, write_text)
     if not answer.text.endswith("\n"):
         write_text("\n")
     write_usage(stderr_console(), answer.finished)
 
 
-async def generate_json(address: str, request: pb.GenerateRequest, timeout_s: float | None) -> None:
+async def generate_json(target: Target, request: pb.GenerateRequest) -> None:
     """Writes the whole completion as one JSON object. Raises CallError."""
-    async with Client(address, timeout_s=timeout_s) as client:
+    async with Client(target) as client:
         answer = await client.generate(request, lambda text: None)
     print(json.dumps(answer_json(answer), ensure_ascii=False))

@@ -15,7 +15,7 @@ from gateway.cli import health as health_command
 from gateway.cli import up as up_command
 from gateway.cli.chat import chat as run_chat
 from gateway.cli.child import python_command
-from gateway.cli.client import CallError
+from gateway.cli.client import CallError, Target
 from gateway.cli.generate import GenerateOptions, build_request, generate_json
 from gateway.cli.generate import generate as stream_generate
 from gateway.cli.model import show_model
@@ -55,7 +55,17 @@ _INT32_MAX = 2**31 - 1
 Address = Annotated[
     str, typer.Option(help="The gateway, host:port.", envvar="TANDEM_ADDRESS", show_default=True)
 ]
+Token = Annotated[
+    str, typer.Option(help="The gateway's bearer token, if it wants one.", envvar="TANDEM_TOKEN")
+]
 Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole call.", min=0.001)]
+WorkerArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- WORKER FLAGS]", help="As `tandem worker --help` lists them."),
+]
+Model = Annotated[
+    str, typer.Option(help="A folder, a GGUF file or a hub id. Not set: the built-in one.")
+]
 System = Annotated[str, typer.Option(help="The system message of a chat.")]
 MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens to sample.", min=0, max=_UINT32_MAX)
@@ -95,13 +105,8 @@ def main(
 
 @app.command()
 def up(
-    worker_arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[-- WORKER FLAGS]", help="As `tandem worker --help` lists them."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="A folder, a GGUF file or a hub id. Not set: the built-in one.")
-    ] = "",
+    worker_arguments: WorkerArguments = None,
+    model: Model = "",
     listen: Annotated[
         str, typer.Option(help="The gateway's address, host:port.")
     ] = DEFAULT_ADDRESS,
@@ -113,7 +118,7 @@ def up(
     ] = up_command.START_TIMEOUT_S,
 ) -> None:
     """Run a worker and a gateway in this terminal; Ctrl-C stops both."""
-    arguments = [*(["--model", model] if model else []), *(worker_arguments or [])]
+    arguments = _worker_arguments(model, worker_arguments)
     options = up_command.UpOptions(listen, worker_listen, arguments, start_timeout_s=start_timeout)
     raise typer.Exit(asyncio.run(up_command.up(options)))
 
@@ -123,13 +128,15 @@ def demo(
     question: Annotated[
         str, typer.Argument(help="What to ask.")
     ] = "What is the capital of France? Answer in one sentence.",
-    model: Annotated[str, typer.Option(help="As for `tandem up`.")] = "",
+    worker_arguments: WorkerArguments = None,
+    model: Model = "",
+    token: Token = "",
     logs: Annotated[bool, typer.Option(help="Show what the two services log.")] = False,
 ) -> None:
     """Start both services on free ports, stream one answer, stop both."""
-    arguments = ["--model", model] if model else []
-    code = asyncio.run(demo_command.demo(question, arguments, shows_logs=logs))
-    raise typer.Exit(code)
+    arguments = _worker_arguments(model, worker_arguments)
+    run = demo_command.demo(question, arguments, token=token, shows_logs=logs)
+    raise typer.Exit(asyncio.run(run))
 
 
 @app.command(context_settings=_PASS_THROUGH, add_help_option=False)
@@ -159,6 +166,7 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
@@ -168,7 +176,7 @@ def generate(
     )
     request = build_request(options, [pb.ChatMessage(role="user", content=_prompt(prompt))])
     run = generate_json if as_json else stream_generate
-    _call(run(address, request, timeout))
+    _call(run(Target(address, token, timeout), request))
 
 
 @app.command()
@@ -181,19 +189,23 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
     timeout: Annotated[float | None, typer.Option(help="Seconds for an answer.")] = None,
 ) -> None:
     """Talk with the model; /help lists what a line can do."""
     options = GenerateOptions(True, system, max_tokens, temperature, top_k, top_p, seed, stop or ())
-    run_chat(address, options, timeout)
+    run_chat(Target(address, token, timeout), options)
 
 
 @app.command()
 def model(
-    address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0, as_json: AsJson = False
+    address: Address = DEFAULT_ADDRESS,
+    token: Token = "",
+    timeout: Timeout = 10.0,
+    as_json: AsJson = False,
 ) -> None:
     """Show what is served."""
-    _call(show_model(address, timeout, as_json=as_json))
+    _call(show_model(Target(address, token, timeout), as_json=as_json))
 
 
 @app.command()
@@ -207,6 +219,10 @@ def health(
     typer.echo(answer)
     if answer != "SERVING":
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _worker_arguments(model: str, more: list[str] | None) -> list[str]:
+    return [*(["--model", model] if model else []), *(more or [])]
 
 
 def _prompt(argument: str) -> str:

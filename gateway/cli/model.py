@@ -6,13 +6,13 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from gateway.cli.client import Client
+from gateway.cli.client import Client, Target
 from shared.pb.tandem.v1 import inference_pb2 as pb
 
 
-async def show_model(address: str, timeout_s: float | None, *, as_json: bool) -> None:
+async def show_model(target: Target, *, as_json: bool) -> None:
     """Writes the model's description to stdout. Raises CallError."""
-    async with Client(address, timeout_s=timeout_s) as client:
+    async with Client(target) as client:
         model = await client.model()
     if as_json:
         print(json.dumps(_as_dict(model)))

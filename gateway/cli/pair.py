@@ -32,11 +32,12 @@ OnLine = Callable[[str, str], None]
 
 
 class ServiceError(Exception):
-    """A service that did not start or stopped by itself; its exit code, its last words."""
+    """A service that did not start or stopped by itself; its exit code, its last lines."""
 
-    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+    def __init__(self, message: str, *, exit_code: int = 1, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.lines = lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def require_free(address: str) -> None:
         with socket.create_server((host, int(port))):
             return
     except OSError as error:
-        raise ServiceError(f"cannot listen on {address}: {error.strerror}") from None
+        raise ServiceError(f"cannot listen on {address}: {os.strerror(error.errno or 0)}") from None
 
 
 def free_address(host: str = "127.0.0.1") -> str:
@@ -109,14 +110,14 @@ class Service:
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         # Shells report a signal as 128 + its number; 0 is no success for a service.
         raise ServiceError(
-            f"{self.name} ended by itself with {how}{self.last_words()}",
+            f"{self.name} ended by itself with {how}",
             exit_code=(code or 1) if code >= 0 else 128 - code,
+            lines=self.last_lines(),
         )
 
-    def last_words(self) -> str:
-        """The last line of its output, to end a message with."""
-        lines = [line for line in self._tail if line]
-        return f": {lines[-1]}" if lines else ""
+    def last_lines(self) -> Sequence[str]:
+        """The end of its output."""
+        return tuple(self._tail)
 
     def send_signal(self, number: int) -> None:
         """Signals the process; nothing when it has exited."""
@@ -197,8 +198,8 @@ class Pair:
                 self._raise_if_exited()
                 if time.monotonic() > deadline:
                     raise ServiceError(
-                        f"{service.name} was not ready within {timeout_s:g} s"
-                        + service.last_words()
+                        f"{service.name} was not ready within {timeout_s:g} s",
+                        lines=service.last_lines(),
                     )
                 await asyncio.sleep(_POLL_S)
 

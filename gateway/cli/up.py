@@ -56,9 +56,10 @@ async def run_pair(
     A first signal ends the work and drains, the gateway before the worker; a second one
     kills both. Returns 0, or the exit code of what failed, after saying why.
     """
-    worker = ServiceCommand("worker", options.worker_address, options.worker_arguments)
+    human = ("--log-format", "human")
+    worker = ServiceCommand("worker", options.worker_address, (*human, *options.worker_arguments))
     gateway = ServiceCommand(
-        "gateway", options.gateway_address, ["--workers", options.worker_address]
+        "gateway", options.gateway_address, (*human, "--workers", options.worker_address)
     )
 
     def on_line(name: str, line: str) -> None:
@@ -80,6 +81,9 @@ async def run_pair(
         # Only a signal cancels this task, and stopping is what it asked for.
         console.print("stopped")
     except ServiceError as error:
+        if not options.shows_logs:
+            for line in error.lines:
+                console.print(line, markup=False, style="dim")
         write_error(console, str(error))
         return error.exit_code
     except CallError as error:
