@@ -1,0 +1,156 @@
+"""Who may import whom, read from the sources; and what a process really loads."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("gateway", "worker", "shared")
+HEAVY = ("torch", "transformers")
+
+# The only modules that see protobuf messages.
+PB_USERS = {
+    "gateway.cli",
+    "gateway.convert",
+    "gateway.server",
+    "gateway.service",
+    "gateway.validation",
+    "gateway.worker_link",
+    "gateway.worker_session",
+    "worker.convert",
+    "worker.dispatcher",
+    "worker.link",
+    "worker.server",
+    "worker.service",
+}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every module of ours but the generated ones."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return {
+        module_name(path): ast.parse(path.read_text())
+        for path in paths
+        if ROOT / "shared/pb" not in path.parents
+    }
+
+
+def imported_by(module: str, *, lazily: bool = True) -> set[str]:
+    """Full names of what a module imports; `from a import b` counts as a and as a.b."""
+    tree = sources()[module]
+    nodes = ast.walk(tree) if lazily else without_functions(tree)
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{module} imports relatively"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def without_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when the module is imported, and type-only imports too."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from without_functions(child)
+
+
+def is_within(name: str, *prefixes: str) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def modules_of(*prefixes: str) -> list[str]:
+    found = [module for module in sources() if is_within(module, *prefixes)]
+    assert found, prefixes
+    return found
+
+
+def offences(modules: list[str], *forbidden: str) -> list[str]:
+    return [
+        f"{module} imports {name}"
+        for module in modules
+        for name in sorted(imported_by(module))
+        if is_within(name, *forbidden)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("gateway", ("worker", *HEAVY)),
+        ("worker", ("gateway",)),
+        ("shared", ("gateway", "worker", *HEAVY)),
+        ("worker.models", ("worker.engine", "worker.scheduler", "worker.engine_loop", "grpc")),
+        ("worker.checkpoint", ("worker.engine", "worker.scheduler", "worker.engine_loop", "grpc")),
+        ("worker.engine", ("worker.scheduler", "worker.engine_loop", "grpc", "asyncio")),
+        ("worker.engine_loop", ("worker.engine", "grpc", "asyncio", "torch")),
+    ],
+)
+def test_layers_do_not_reach_up_or_across(package: str, forbidden: tuple[str, ...]) -> None:
+    assert not offences(modules_of(package), *forbidden)
+
+
+def test_the_scheduler_is_pure_host_logic() -> None:
+    allowed = ["worker.scheduler", "worker.step", "worker.messages", "shared.types"]
+    allowed += ["shared.errors", "numpy"]
+    foreign = [
+        f"{module} imports {name}"
+        for module in modules_of("worker.scheduler")
+        for name in sorted(imported_by(module))
+        if not is_within(name, *allowed) and name.split(".")[0] not in sys.stdlib_module_names
+    ]
+    assert not foreign
+    assert not offences(modules_of("worker.scheduler"), "threading", "asyncio", "multiprocessing")
+
+
+def test_only_the_edges_see_protobuf_messages() -> None:
+    users = {
+        module
+        for module in sources()
+        if any(is_within(name, "shared.pb") for name in imported_by(module))
+    }
+    assert not {user for user in users if not is_within(user, *PB_USERS)}
+
+
+def test_only_the_factory_knows_the_backends() -> None:
+    backends = ("worker.engine.cpu", "worker.engine.cuda", "worker.engine.echo")
+    outside = [module for module in sources() if not is_within(module, "worker.engine")]
+    assert not offences(outside, *backends)
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = {
+        module: {name for name in imported_by(module, lazily=False) if name in sources()} - {module}
+        for module in sources()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize(
+    "modules", ["gateway.server, gateway.cli.main, gateway.__main__", "worker.__main__"]
+)
+def test_a_process_that_serves_grpc_loads_neither_torch_nor_transformers(modules: str) -> None:
+    heavy = set(HEAVY)
+    program = f"import sys, {modules}; print(sorted({heavy!r} & set(sys.modules)))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[]"
