@@ -40,37 +40,50 @@ class GatewayConfig(BaseSettings):
         frozen=True,
     )
 
-    listen: str = Field("127.0.0.1:50051", min_length=1, description="address to serve gRPC on")
+    listen: str = Field(
+        default="127.0.0.1:50051", min_length=1, description="address to serve gRPC on"
+    )
     workers: _Addresses = Field(
-        ("127.0.0.1:50052",), description="addresses of the workers, separated by commas"
+        default=("127.0.0.1:50052",), description="addresses of the workers, separated by commas"
     )
     tokens: _Secrets = Field(
-        (), description="bearer tokens that clients may bring, separated by commas; none: open"
+        default=(),
+        description="bearer tokens that clients may bring, separated by commas; none: open",
     )
-    metrics_host: str = Field("127.0.0.1", description="address of the Prometheus endpoint")
-    metrics_port: int = Field(0, ge=0, le=65535, description="its port; 0: none")
-    max_live_requests: int = Field(4096, ge=1, description="most requests at once")
-    max_message_bytes: int = Field(MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap")
-    max_prompt_bytes: int = Field(8 << 20, ge=1, description="most bytes of text to encode")
-    max_delta_tokens: int = Field(1024, ge=1, description="most tokens in one delta")
+    metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="its port; 0: none")
+    max_live_requests: int = Field(default=4096, ge=1, description="most requests at once")
+    max_message_bytes: int = Field(
+        default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
+    )
+    max_prompt_bytes: int = Field(default=8 << 20, ge=1, description="most bytes of text to encode")
+    max_delta_tokens: int = Field(default=1024, ge=1, description="most tokens in one delta")
     default_timeout_s: float = Field(
-        0.0, ge=0, description="for requests without a deadline; 0: none"
+        default=0.0, ge=0, description="for requests without a deadline; 0: none"
     )
     slow_reader_limit_s: float = Field(
-        60.0, gt=0, description="until a client that does not read is cut off"
+        default=60.0, gt=0, description="until a client that does not read is cut off"
     )
-    template_limit_s: float = Field(5.0, gt=0, description="to render one chat")
-    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that encode prompts")
+    template_limit_s: float = Field(default=5.0, gt=0, description="to render one chat")
+    tokenizer_threads: int = Field(
+        default=2, ge=1, le=64, description="threads that encode prompts"
+    )
     worker_silence_limit_s: float = Field(
-        10.0, gt=0, description="without a sign of a worker until it counts as lost"
+        default=10.0, gt=0, description="without a sign of a worker until it counts as lost"
     )
     breaker_threshold: int = Field(
-        3, ge=1, description="faults in a row that make a worker suspect"
+        default=3, ge=1, description="faults in a row that make a worker suspect"
     )
-    breaker_cool_down_s: float = Field(5.0, ge=0, description="for which others are preferred")
-    drain_grace_s: float = Field(30.0, ge=0, description="for live requests after SIGTERM")
-    log_format: Literal["auto", "human", "json"] = Field("auto", description="of a log line")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least")
+    breaker_cool_down_s: float = Field(
+        default=5.0, ge=0, description="for which others are preferred"
+    )
+    drain_grace_s: float = Field(default=30.0, ge=0, description="for live requests after SIGTERM")
+    log_format: Literal["auto", "human", "json"] = Field(
+        default="auto", description="of a log line"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least"
+    )
 
 
 def load_config(arguments: Sequence[str]) -> GatewayConfig:

@@ -4,7 +4,6 @@ Encoding 20 MiB takes seconds, and a single word of that size takes gigabytes as
 prompt that cannot fit in any case need not be encoded to be refused.
 """
 
-import json
 from typing import Any
 
 from gateway.vocabulary import byte_alphabet
@@ -16,8 +15,7 @@ _MAX_NFC_SHRINK = 3
 class LengthProof:
     """Holds for byte-level BPE, where every byte goes into some token; elsewhere proves nothing."""
 
-    def __init__(self, tokenizer_json: bytes) -> None:
-        document = json.loads(tokenizer_json)
+    def __init__(self, document: dict[str, Any]) -> None:
         self._lost = b""
         self._max_token_bytes = 0
         if not _keeps_every_byte(document):
@@ -27,7 +25,7 @@ class LengthProof:
         self._lost = bytes(byte for char, byte in alphabet.items() if char not in vocab)
         longest = max(map(len, vocab))
         added = [len(token["content"].encode()) for token in document.get("added_tokens", ())]
-        self._max_token_bytes = max(longest, *added, 1) * _shrink(document["normalizer"])
+        self._max_token_bytes = max(longest, *added, 1) * _shrink(document.get("normalizer"))
 
     def min_tokens(self, text: str) -> int:
         if not self._max_token_bytes:

@@ -122,7 +122,10 @@ def _router(
 ) -> Router:
     limits = TemplateLimits(max_chars=config.max_prompt_bytes, max_seconds=config.template_limit_s)
     tokenizers = TokenizerStore(executor, limits)
-    times = LinkTimes(silence_limit_s=config.worker_silence_limit_s)
+    times = LinkTimes(
+        ping_interval_s=config.worker_silence_limit_s / 5,
+        silence_limit_s=config.worker_silence_limit_s,
+    )
     options = channel_options(
         max_message_bytes=config.max_message_bytes,
         own_connection=True,

@@ -88,8 +88,9 @@ class TextTokenizer:
         # Left over from training; here every token counts, and none is made up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._table = token_table(files[TOKENIZER_FILE], vocab_size)
-        self._length_proof = LengthProof(files[TOKENIZER_FILE])
+        document = json.loads(files[TOKENIZER_FILE])
+        self._table = token_table(document, vocab_size)
+        self._length_proof = LengthProof(document)
         self.chat_template = _chat_template(files, config, special_tokens, limits)
         self.bos_token_id: int | None = None
         if "bos_token" in special_tokens:

@@ -4,7 +4,6 @@ A token of a byte-level vocabulary is often only a part of a character, so the t
 bytes; joining the bytes of a sequence and decoding them once is the whole of detokenizing.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +25,12 @@ class TokenTable:
     visible_texts: list[str | None]
 
 
-def token_table(tokenizer_json: bytes, vocab_size: int) -> TokenTable | None:
-    """The table of a byte-level or a metaspace vocabulary; None for any other decoder.
+def token_table(document: dict[str, Any], vocab_size: int) -> TokenTable | None:
+    """The table of a parsed tokenizer.json; None unless it is byte-level or metaspace.
 
     No leading space is taken off, although one-shot decoders of metaspace vocabularies do
     so: a completion goes on where its prompt ended.
     """
-    document = json.loads(tokenizer_json)
     to_bytes = _piece_decoder(document.get("decoder"))
     if to_bytes is None:
         return None

@@ -55,7 +55,7 @@ def metaspace() -> TextTokenizer:
     return TextTokenizer(metaspace_files(), 300, TemplateLimits())
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_worker(smollm2_files: dict[str, bytes]) -> Callable[..., FakeWorker]:
     """A worker with SmolLM2's tokenizer; enter it to start it."""
 
@@ -65,7 +65,7 @@ def make_worker(smollm2_files: dict[str, bytes]) -> Callable[..., FakeWorker]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start_gateway() -> StartGateway:
     """A gateway for workers that are up, entered when it serves."""
 

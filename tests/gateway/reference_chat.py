@@ -7,13 +7,14 @@ gateway's tests must not depend on how transformers is imported.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 
 def main(folder: str) -> None:
     config = json.loads((Path(folder) / "tokenizer_config.json").read_text())
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(Path(folder) / "tokenizer.json"),
         **{name: config[name] for name in ("bos_token", "eos_token", "unk_token", "pad_token")},
     )

@@ -19,7 +19,7 @@ def metaspace_files(decoder: dict[str, Any] = BYTE_FALLBACK_DECODER) -> dict[str
     """Ids: 0 to 2 `<unk>` `<s>` `</s>`, then the 256 bytes, then WORDS."""
     special = ["<unk>", "<s>", "</s>"]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
-    document = {
+    document: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

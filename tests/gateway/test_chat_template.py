@@ -129,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cases(smollm2_files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
     own = smollm2_files["chat_template.jinja"].decode()
-    models = {
+    models: dict[str, dict[str, Any]] = {
         "the model's own": {"template": own, "messages": TALK},
         "the model's own, to go on": {
             "template": own,

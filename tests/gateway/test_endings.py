@@ -1,0 +1,211 @@
+"""Cancelled, aborted, timed out or unread: a request ends once, at the worker as well."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.stream_writer import deadline, stream_writer
+from shared.errors import DeadlineExceededError, QueueFullError
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from tests.gateway.client import collect, text
+from tests.gateway.conftest import StartGateway
+from tests.gateway.fake_worker import FakeWorker
+
+Status = grpc.StatusCode
+MakeWorker = Callable[..., FakeWorker]
+
+
+async def test_a_client_that_goes_takes_its_request_along(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        request = await worker.request()
+        request.start()
+        request.send_tokens([100])
+        await call.read()
+        await call.read()
+        call.cancel()
+        await worker.until(lambda: request.abort_reply is not None)
+        assert request.abort_reply is False
+        await gateway.until_idle()
+
+
+async def test_a_unary_client_that_goes_takes_its_request_along(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stub.Generate(text("x"))
+        request = await worker.request()
+        call.cancel()
+        await worker.until(lambda: request.abort_reply is False)
+        await gateway.until_idle()
+
+
+async def test_a_finished_request_is_not_aborted(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        await gateway.collect(text("one"))
+        await gateway.collect(text("two"))
+        assert [request.abort_reply for request in worker.requests] == [None, None]
+
+
+async def test_a_deadline_goes_to_the_worker_and_ends_the_call(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"), timeout_s=0.3)
+        request = await worker.request()
+        assert 0 < request.submit.timeout_ms <= 300
+        assert await call.code() == Status.DEADLINE_EXCEEDED
+        await worker.until(lambda: request.abort_reply is False)
+
+
+async def test_a_request_without_a_deadline_gets_the_default(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker, default_timeout_s=0.2) as gateway,
+    ):
+        call = gateway.stream(text("x"), timeout_s=None)
+        request = await worker.request()
+        assert request.submit.timeout_ms == 200
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.DEADLINE_EXCEEDED
+        assert "0.2 s" in (caught.value.details() or "")
+        await worker.until(lambda: request.abort_reply is False)
+
+
+async def test_no_deadline_is_none_at_the_worker_too(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        await collect(gateway.stream(text("x"), timeout_s=None))
+        assert worker.requests[0].submit.timeout_ms == 0
+
+
+async def test_abort_ends_the_stream_ok_with_true_usage(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x", request_id="gone"))
+        request = await worker.request()
+        request.start()
+        request.send_tokens([100, 101])
+        asked = pb.AbortRequest(request_ids=["gone", "never-was"])
+        outcomes = (await gateway.stub.Abort(asked)).outcomes
+        answer = await collect(call)
+        again = (await gateway.stub.Abort(asked)).outcomes
+    assert [outcome.outcome for outcome in outcomes] == [
+        pb.AbortOutcome.OUTCOME_ABORTED,
+        pb.AbortOutcome.OUTCOME_NOT_FOUND,
+    ]
+    assert {outcome.outcome for outcome in again} == {pb.AbortOutcome.OUTCOME_NOT_FOUND}
+    assert answer.finished.finish_reason == pb.FINISH_REASON_ABORTED
+    assert answer.finished.usage.completion_tokens == len(answer.token_ids) == 2
+    assert request.abort_reply is True
+
+
+async def test_abort_reaches_requests_of_another_gateway(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker) as one,
+        start_gateway(worker) as other,
+    ):
+        call = one.stream(text("x", request_id="elsewhere"))
+        await worker.request()
+        answer = await other.stub.Abort(pb.AbortRequest(request_ids=["elsewhere"]))
+        assert answer.outcomes[0].outcome == pb.AbortOutcome.OUTCOME_ABORTED
+        assert (await collect(call)).finished.finish_reason == pb.FINISH_REASON_ABORTED
+
+
+async def test_abort_ends_a_request_that_is_still_being_tokenized(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(max_context=1 << 20) as worker,
+        start_gateway(worker, tokenizer_threads=1) as gateway,
+    ):
+        # One thread: the second waits for as long as the first is encoded.
+        first = gateway.stream(text("many words " * (1 << 18)))
+        await gateway.until(lambda: len(gateway.running.live_requests) == 1)
+        second = gateway.stream(text("x", request_id="waiting"))
+        await gateway.until(lambda: len(gateway.running.live_requests) == 2)
+        answer = await gateway.stub.Abort(pb.AbortRequest(request_ids=["waiting"]))
+        assert answer.outcomes[0].outcome == pb.AbortOutcome.OUTCOME_ABORTED
+        ended = await collect(second)
+        assert ended.finished.finish_reason == pb.FINISH_REASON_ABORTED
+        assert ended.finished.usage.completion_tokens == 0
+        assert len(worker.requests) == 0
+        first.cancel()
+
+
+async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False, max_context=4096) as worker,
+        start_gateway(worker) as gateway,
+    ):
+        call = gateway.stream(text("x", max_tokens=2000))
+        slow = await worker.request()
+        slow.start()
+        for token_id in range(1000, 3000):
+            slow.send_tokens([token_id])
+        slow.finish()
+        other = gateway.stream(text("x"))
+        quick = await worker.request(1)
+        quick.start()
+        quick.send_tokens([100])
+        quick.finish()
+        assert (await collect(other)).token_ids == [100]
+        answer = await collect(call)
+    assert answer.token_ids == list(range(1000, 3000))
+    assert answer.finished.usage.completion_tokens == 2000
+
+
+class StuckContext:
+    """A client that never reads: the first write goes out, the others wait."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
+    async def write(self, message: Any) -> None:
+        if self.written:
+            await asyncio.Event().wait()
+        self.written.append(message)
+
+
+async def test_a_client_that_does_not_read_for_too_long_is_cut_off() -> None:
+    context = StuckContext()
+    with pytest.raises(QueueFullError, match="not read for"):
+        async with stream_writer(context, 0.02) as writer:
+            await writer.write(1)
+            await writer.write(2)
+    assert context.written == [1]
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_a_slow_stream_is_no_slow_reader() -> None:
+    context = StuckContext()
+    async with stream_writer(context, 0.01) as writer:
+        await writer.write(1)
+        await asyncio.sleep(0.05)
+    assert context.written == [1]
+
+
+async def test_a_deadline_inside_a_stream_is_told_from_a_slow_reader() -> None:
+    with pytest.raises(DeadlineExceededError):
+        async with stream_writer(StuckContext(), 30) as writer, deadline(0.01):
+            await writer.write(1)
+            await writer.write(2)

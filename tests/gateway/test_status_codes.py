@@ -1,0 +1,395 @@
+"""Each refusal has its status and names its field; after each, the next request works."""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2
+
+from gateway.config import GatewayConfig
+from gateway.server import running_gateway
+from shared.errors import Code
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from tests.gateway.client import (
+    GatewayUnderTest,
+    collect,
+    retry_delay_s,
+    text,
+    violated_fields,
+)
+from tests.gateway.conftest import StartGateway
+from tests.gateway.fake_worker import FakeWorker
+
+Status = grpc.StatusCode
+MakeWorker = Callable[..., FakeWorker]
+
+REFUSING_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{{ m['content'] }}{% endfor %}"
+)
+
+
+# One gateway for all: that the next request works is part of each test.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+) -> AsyncIterator[GatewayUnderTest]:
+    files = {**smollm2_files, "chat_template.jinja": REFUSING_TEMPLATE.encode()}
+    async with make_worker(files=files) as worker, start_gateway(worker) as gateway:
+        yield gateway
+
+
+async def refused(gateway: GatewayUnderTest, request: pb.GenerateRequest) -> grpc.aio.AioRpcError:
+    """The error of a request that must fail; then a good request must still work."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await gateway.collect(request)
+    assert (await gateway.collect(text("still here"))).text == "still here"
+    return caught.value
+
+
+def sampling(**fields: float) -> pb.GenerateRequest:
+    return text("x", sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
+
+
+def stopping(**fields: Any) -> pb.GenerateRequest:
+    return text("x", stopping=pb.StopConditions(**fields))
+
+
+def output(**fields: Any) -> pb.GenerateRequest:
+    return text("x", output=pb.OutputOptions(**fields))
+
+
+def chat(*messages: pb.ChatMessage, **fields: Any) -> pb.GenerateRequest:
+    messages = messages or (pb.ChatMessage(role="user", content="hi"),)
+    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages, **fields))
+
+
+def ids(*token_ids: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids))
+
+
+INVALID: dict[str, tuple[pb.GenerateRequest, str]] = {
+    "temperature below 0": (sampling(temperature=-1), "sampling.temperature"),
+    "temperature nan": (sampling(temperature=math.nan), "sampling.temperature"),
+    "temperature inf": (sampling(temperature=math.inf), "sampling.temperature"),
+    "top_p 0": (sampling(top_p=0), "sampling.top_p"),
+    "top_p nan": (sampling(top_p=math.nan), "sampling.top_p"),
+    "top_p above 1": (sampling(top_p=1.5), "sampling.top_p"),
+    "top_k below -1": (sampling(top_k=-2), "sampling.top_k"),
+    "min_p above 1": (sampling(min_p=1.5), "sampling.min_p"),
+    "repetition_penalty 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty"),
+    "frequency_penalty 3": (sampling(frequency_penalty=3), "sampling.frequency_penalty"),
+    "presence_penalty nan": (sampling(presence_penalty=math.nan), "sampling.presence_penalty"),
+    "17 stops": (stopping(stop_strings=["s"] * 17), "stopping.stop_strings"),
+    "stop too long": (stopping(stop_strings=["a", "x" * 257]), "stopping.stop_strings[1]"),
+    "empty stop": (stopping(stop_strings=[""]), "stopping.stop_strings[0]"),
+    "stop id outside": (stopping(stop_token_ids=[49152]), "stopping.stop_token_ids[0]"),
+    "too many stop ids": (stopping(stop_token_ids=range(257)), "stopping.stop_token_ids"),
+    "max_tokens 0": (text("x", max_tokens=0), "max_tokens"),
+    "time_limit_ms 0": (text("x", time_limit_ms=0), "time_limit_ms"),
+    "n 0": (text("x", n=0), "n"),
+    "n 9": (text("x", n=9), "n"),
+    "logprobs 21": (output(logprobs=21), "output.logprobs"),
+    "no prompt": (pb.GenerateRequest(), "prompt"),
+    "empty text": (text(""), "text"),
+    "empty ids": (ids(), "token_ids"),
+    "id outside": (ids(49152), "token_ids"),
+    "prompt fills the context": (ids(*[9] * 256), "token_ids"),
+    "text fills the context": (text("word " * 300), "text"),
+    "chat fills the context": (
+        chat(pb.ChatMessage(role="user", content="word " * 300)),
+        "chat",
+    ),
+    "no messages": (pb.GenerateRequest(chat=pb.ChatPrompt()), "chat.messages"),
+    "no role": (chat(pb.ChatMessage(content="x")), "chat.messages[0].role"),
+    "bad tools": (chat(tools_json="{}"), "chat.tools_json"),
+    "bad variables": (chat(template_kwargs_json="["), "chat.template_kwargs_json"),
+    "deep variables": (chat(template_kwargs_json="[" * 10**5), "chat.template_kwargs_json"),
+    "bad extra": (
+        chat(pb.ChatMessage(role="user", content="x", extra_json='{"role": "system"}')),
+        "chat.messages[0].extra_json",
+    ),
+    "both ways to end": (
+        chat(add_generation_prompt=True, continue_final_message=True),
+        "chat.add_generation_prompt",
+    ),
+    "id too long": (text("x", request_id="i" * 129), "request_id"),
+    "id unprintable": (text("x", request_id="a\nb"), "request_id"),
+    "salt too long": (text("x", cache_salt="s" * 257), "cache_salt"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID)
+async def test_a_bad_parameter_is_named(gateway: GatewayUnderTest, case: str) -> None:
+    request, field = INVALID[case]
+    error = await refused(gateway, request)
+    assert error.code() == Status.INVALID_ARGUMENT, error.details()
+    assert violated_fields(error) == [field]
+    assert (error.details() or "").startswith(f"{field}: ")
+
+
+UNBUILT = {
+    "n": text("x", n=2),
+    "truncate_prompt_tokens": text("x", truncate_prompt_tokens=4),
+    "priority": text("x", priority=1),
+    "structured_output": text("x", structured_output=pb.StructuredOutput(regex="a+")),
+    "output.logprobs": output(logprobs=0),
+    "output.prompt_logprobs": output(prompt_logprobs=1),
+    "stopping.min_tokens": stopping(min_tokens=1),
+    "sampling.min_p": sampling(min_p=0.1),
+    "sampling.repetition_penalty": sampling(repetition_penalty=1.2),
+    "sampling.frequency_penalty": sampling(frequency_penalty=0.5),
+    "sampling.presence_penalty": sampling(presence_penalty=-0.5),
+    "sampling.logit_bias": text("x", sampling=pb.SamplingParams(logit_bias={1: 1.0})),
+    "sampling.allowed_token_ids": text("x", sampling=pb.SamplingParams(allowed_token_ids=[1])),
+}
+
+
+@pytest.mark.parametrize("field", UNBUILT)
+async def test_what_is_not_built_is_named(gateway: GatewayUnderTest, field: str) -> None:
+    error = await refused(gateway, UNBUILT[field])
+    assert error.code() == Status.UNIMPLEMENTED
+    assert violated_fields(error) == [field]
+
+
+NEUTRAL = {
+    "top_p 1": sampling(top_p=1),
+    "top_k 0": sampling(top_k=0),
+    "top_k -1": sampling(top_k=-1),
+    "top_k huge": sampling(top_k=10**9),
+    "min_p 0": sampling(min_p=0),
+    "no penalties": sampling(repetition_penalty=1, frequency_penalty=0, presence_penalty=0),
+    "n 1": text("x", n=1),
+    "model named": text("x", model="fake"),
+    "min_tokens 0": stopping(min_tokens=0),
+}
+
+
+@pytest.mark.parametrize("case", NEUTRAL)
+async def test_an_explicit_neutral_value_is_fine(gateway: GatewayUnderTest, case: str) -> None:
+    assert (await gateway.collect(NEUTRAL[case])).text == "x"
+
+
+async def test_an_unknown_model_is_not_found(gateway: GatewayUnderTest) -> None:
+    error = await refused(gateway, text("x", model="gpt-99"))
+    assert error.code() == Status.NOT_FOUND
+    assert "gpt-99" in (error.details() or "")
+    for call in (
+        gateway.stub.Tokenize(pb.TokenizeRequest(model="gpt-99", text="x")),
+        gateway.stub.Detokenize(pb.DetokenizeRequest(model="gpt-99")),
+    ):
+        assert await call.code() == Status.NOT_FOUND
+
+
+async def test_a_template_that_refuses_says_why(gateway: GatewayUnderTest) -> None:
+    request = chat(
+        pb.ChatMessage(role="system", content="be brief"),
+        pb.ChatMessage(role="user", content="hi"),
+    )
+    error = await refused(gateway, request)
+    assert error.code() == Status.INVALID_ARGUMENT
+    assert "System role not supported" in (error.details() or "")
+
+
+async def test_a_prompt_that_is_too_long_is_told_both_numbers(gateway: GatewayUnderTest) -> None:
+    error = await refused(gateway, ids(*[9] * 300))
+    assert "300 tokens" in (error.details() or "")
+    assert "256" in (error.details() or "")
+    # One below the context leaves room for one token.
+    answer = await gateway.collect(ids(*[9] * 255))
+    assert answer.token_ids == [9]
+    assert answer.finished.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_huge_prompt_is_refused_quickly_while_health_answers(
+    gateway: GatewayUnderTest,
+) -> None:
+    request = text("word " * (4 << 20))
+    begin = time.monotonic()
+    call = gateway.stream(request)
+    slowest_s = 0.0
+    while not call.done():
+        asked_at = time.monotonic()
+        await gateway.health.Check(health_pb2.HealthCheckRequest())
+        slowest_s = max(slowest_s, time.monotonic() - asked_at)
+    took_s = time.monotonic() - begin
+    assert await call.code() == Status.INVALID_ARGUMENT
+    assert "the context of 256" in await call.details()
+    # 20 MiB through loopback in one process take most of it; encoding would take seconds.
+    assert took_s < 1.5
+    assert slowest_s < 0.5
+
+
+async def test_more_text_than_is_ever_encoded_is_refused_by_its_bytes(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(max_context=10**6) as worker,
+        start_gateway(worker, max_prompt_bytes=1000) as gateway,
+    ):
+        error = await refused(gateway, text("é" * 501))
+        assert error.code() == Status.INVALID_ARGUMENT
+        assert "1002" in (error.details() or "")
+        assert (await gateway.collect(text("é" * 20))).text == "é" * 20
+
+
+async def test_an_oversized_message_is_refused(gateway: GatewayUnderTest) -> None:
+    error = await refused(gateway, text("x" * (33 << 20)))
+    assert error.code() == Status.RESOURCE_EXHAUSTED
+
+
+async def test_garbage_is_no_request(gateway: GatewayUnderTest) -> None:
+    method: Any = gateway.channel.unary_unary("/tandem.v1.InferenceService/Generate")
+    call = method(b"\xff\xff\xff\xff")
+    assert await call.code() == Status.INVALID_ARGUMENT
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.running.port)
+    writer.write(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 4096)
+    await reader.read()
+    writer.close()
+    assert (await gateway.collect(text("fine"))).text == "fine"
+
+
+async def test_a_live_id_is_refused_and_the_first_is_unharmed(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        first = gateway.stream(text("x", request_id="same"))
+        request = await worker.request()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.collect(text("x", request_id="same"))
+        assert caught.value.code() == Status.ALREADY_EXISTS
+        request.start()
+        request.send_tokens([100])
+        request.finish()
+        assert (await collect(first)).token_ids == [100]
+        again = gateway.stream(text("x", request_id="same"))
+        (await worker.request(1)).finish()
+        await collect(again)
+
+
+async def test_more_live_requests_than_allowed_are_refused_at_once(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker, max_live_requests=1) as gateway,
+    ):
+        first = gateway.stream(text("x"))
+        request = await worker.request()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.collect(text("x"))
+        assert caught.value.code() == Status.RESOURCE_EXHAUSTED
+        assert retry_delay_s(caught.value) > 0
+        request.finish()
+        await collect(first)
+
+
+async def test_a_full_worker_says_when_to_come_again(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        (await worker.request()).reject(Code.RESOURCE_EXHAUSTED, "queue full", retry_after_ms=1500)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.RESOURCE_EXHAUSTED
+        assert retry_delay_s(caught.value) == 1.5
+
+
+async def test_a_fault_of_the_engine_is_internal(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        request = await worker.request()
+        request.start()
+        request.send_tokens([100])
+        request.fail(Code.INTERNAL, "logits were not finite")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.INTERNAL
+        assert "not finite" in (caught.value.details() or "")
+
+
+async def test_a_code_this_gateway_does_not_know_is_internal(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        (await worker.request()).fail(99, "from the future")  # type: ignore[arg-type]
+        assert await call.code() == Status.INTERNAL
+
+
+async def test_without_a_worker_everything_but_its_model_is_unavailable() -> None:
+    config = GatewayConfig(listen="127.0.0.1:0", workers=("127.0.0.1:1",), drain_grace_s=0)
+    async with running_gateway(config) as running, GatewayUnderTest(running) as gateway:
+        await gateway.until_serving(False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.collect(text("x"))
+        assert caught.value.code() == Status.UNAVAILABLE
+        assert retry_delay_s(caught.value) > 0
+        for call in (
+            gateway.stub.GetModel(pb.GetModelRequest()),
+            gateway.stub.Tokenize(pb.TokenizeRequest(text="x")),
+            gateway.stub.FlushCache(pb.FlushCacheRequest()),
+        ):
+            assert await call.code() == Status.UNAVAILABLE
+        load = await gateway.stub.GetLoad(pb.GetLoadRequest())
+        assert [worker.ready for worker in load.workers] == [False]
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [
+        (None, Status.UNAUTHENTICATED),
+        ("Bearer wrong", Status.UNAUTHENTICATED),
+        ("Basic one", Status.UNAUTHENTICATED),
+        ("one", Status.UNAUTHENTICATED),
+        ("Bearer one", Status.OK),
+        ("bearer two", Status.OK),
+    ],
+)
+async def test_a_token_is_asked_for_where_one_is_configured(
+    make_worker: MakeWorker, start_gateway: StartGateway, header: str | None, code: Status
+) -> None:
+    metadata = (("authorization", header),) if header else ()
+    async with make_worker() as worker, start_gateway(worker, tokens=("one", "two")) as gateway:
+        unary = gateway.stub.Generate(text("x"), metadata=metadata)
+        assert await unary.code() == code
+        stream = gateway.stub.GenerateStream(text("x"), metadata=metadata)
+        if code == Status.OK:
+            await collect(stream)
+        assert await stream.code() == code
+
+
+async def test_the_other_calls_answer(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        model = await gateway.stub.GetModel(pb.GetModelRequest())
+        assert (model.model, model.vocab_size, model.max_context_tokens) == ("fake", 49152, 256)
+        assert model.bos_token_id == 1
+        assert model.has_chat_template
+        assert model.max_message_bytes == 32 << 20
+        assert model.tokenizer_sha256 == worker.model.tokenizer_sha256
+        tokens = await gateway.stub.Tokenize(pb.TokenizeRequest(text="hi 😀"))
+        back = await gateway.stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
+        assert back.text == "hi 😀"
+        special = pb.DetokenizeRequest(token_ids=[2], skip_special_tokens=False)
+        assert (await gateway.stub.Detokenize(special)).text == "<|im_end|>"
+        outside = gateway.stub.Detokenize(pb.DetokenizeRequest(token_ids=[49152]))
+        assert await outside.code() == Status.INVALID_ARGUMENT
+        freed = await gateway.stub.FlushCache(pb.FlushCacheRequest())
+        assert freed.pages_freed == 7
+        load = await gateway.stub.GetLoad(pb.GetLoadRequest())
+        assert [(worker.ready, worker.pages_total) for worker in load.workers] == [(True, 10)]
+    assert json.loads(smollm2_files["tokenizer_config.json"])["bos_token"] == "<|im_start|>"

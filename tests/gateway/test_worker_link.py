@@ -1,0 +1,247 @@
+"""The link to workers: found, lost, found again, and chosen among."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from gateway.backoff import Backoff, Breaker
+from gateway.config import GatewayConfig
+from gateway.server import running_gateway
+from shared.errors import Code
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from tests.gateway.client import GatewayUnderTest, collect, text
+from tests.gateway.conftest import StartGateway
+from tests.gateway.fake_worker import FakeWorker
+
+Status = grpc.StatusCode
+MakeWorker = Callable[..., FakeWorker]
+
+
+async def lost(gateway: GatewayUnderTest, worker: FakeWorker) -> None:
+    await worker.crash()
+    await gateway.until(lambda: not gateway.running.router.links[0].is_ready)
+
+
+async def test_a_worker_that_comes_back_is_found_again(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        assert (await gateway.collect(text("one"))).text == "one"
+        await lost(gateway, worker)
+        await gateway.until_serving(False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.collect(text("two"))
+        assert caught.value.code() == Status.UNAVAILABLE
+        tokens = await gateway.stub.Tokenize(pb.TokenizeRequest(text="text needs no worker"))
+        assert len(tokens.token_ids) > 1
+        await worker.start()
+        await gateway.until_ready(1)
+        assert (await gateway.collect(text("three"))).text == "three"
+        # The files are the same, so they were not fetched again.
+        assert worker.num_tokenizer_fetches == 1
+
+
+async def test_a_new_tokenizer_is_fetched(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+) -> None:
+    changed = {**smollm2_files, "chat_template.jinja": b"{{ messages[0].content }}"}
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        await lost(gateway, worker)
+        successor = make_worker(files=changed)
+        successor.port = worker.port
+        async with successor:
+            await gateway.until_ready(1)
+            chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="bare")])
+            assert (await gateway.collect(pb.GenerateRequest(chat=chat))).text == "bare"
+            assert successor.num_tokenizer_fetches == 1
+
+
+async def test_a_damaged_tokenizer_is_not_used(make_worker: MakeWorker) -> None:
+    worker = make_worker()
+    worker.files["chat_template.jinja"] += b" "
+    async with worker:
+        config = GatewayConfig(listen="127.0.0.1:0", workers=(worker.address,), drain_grace_s=0)
+        async with running_gateway(config) as running:
+            await worker.until(lambda: worker.num_links > 1)
+            assert running.router.num_ready == 0
+
+
+async def test_streams_of_a_lost_worker_say_how_far_they_came(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        request = await worker.request()
+        request.start()
+        for token_id in (100, 101, 102):
+            request.send_tokens([token_id])
+        events = [await call.read()]
+        delivered = 0
+        while delivered < 3:
+            event = await call.read()
+            events.append(event)
+            delivered += len(event.delta.token_ids)
+        begin = asyncio.get_running_loop().time()
+        await worker.crash()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert asyncio.get_running_loop().time() - begin < 1
+        assert caught.value.code() == Status.UNAVAILABLE
+        assert "after 3 tokens" in (caught.value.details() or "")
+
+
+async def test_a_request_without_a_token_moves_to_another_worker(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        await gateway.until(lambda: bool(one.requests or other.requests))
+        first, second = (one, other) if one.requests else (other, one)
+        # It was taken up there, but gave no token.
+        first.requests[0].start()
+        await call.read()
+        await first.crash()
+        request = await second.request()
+        request.start()
+        request.send_tokens([100])
+        request.finish()
+        assert (await call.read()).WhichOneof("event") == "delta"
+        assert (await call.read()).finished.usage.completion_tokens == 1
+
+
+async def test_a_refusal_as_unavailable_is_tried_elsewhere(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        await gateway.until(lambda: bool(one.requests or other.requests))
+        first, second = (one, other) if one.requests else (other, one)
+        first.requests[0].reject(Code.UNAVAILABLE, "draining")
+        (await second.request()).finish()
+        await collect(call)
+
+
+async def test_any_other_refusal_is_final(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        await gateway.until(lambda: bool(one.requests or other.requests))
+        (one.requests or other.requests)[0].reject(Code.RESOURCE_EXHAUSTED, "full")
+        assert await call.code() == Status.RESOURCE_EXHAUSTED
+        assert len(one.requests) + len(other.requests) == 1
+
+
+async def test_when_every_worker_was_tried_the_last_reason_is_told(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        (await worker.request()).reject(Code.UNAVAILABLE, "draining now")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.UNAVAILABLE
+        assert "draining now" in (caught.value.details() or "")
+
+
+async def test_requests_go_to_the_worker_with_fewer(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        calls = [gateway.stream(text("x")) for _ in range(6)]
+        await gateway.until(lambda: len(one.requests) + len(other.requests) == 6)
+        assert len(one.requests) == len(other.requests) == 3
+        for request in one.requests + other.requests:
+            request.finish()
+        for call in calls:
+            await collect(call)
+
+
+async def test_a_worker_that_says_it_is_not_ready_gets_nothing(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        worker.report_ready(False)
+        await gateway.until_serving(False)
+        assert await gateway.stream(text("x")).code() == Status.UNAVAILABLE
+        worker.report_ready(True)
+        await gateway.until_serving(True)
+        assert (await gateway.collect(text("back"))).text == "back"
+
+
+async def test_a_stream_closed_in_good_order_is_opened_again(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        worker.close_links()
+        await worker.until(lambda: worker.num_links > 1)
+        await gateway.until_ready(1)
+        assert (await gateway.collect(text("again"))).text == "again"
+
+
+async def test_a_worker_that_hangs_counts_as_lost(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker, worker_silence_limit_s=0.3) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        await worker.request()
+        worker.answers_pings = False
+        assert await call.code() == Status.UNAVAILABLE
+        worker.answers_pings = True
+        await gateway.until_ready(1)
+
+
+async def test_many_requests_at_once_keep_their_own_tokens(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(step_s=0.001) as worker, start_gateway(worker) as gateway:
+        prompts = [[1000 + 10 * index + i for i in range(8)] for index in range(64)]
+        answers = await asyncio.gather(
+            *(
+                gateway.collect(pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt)))
+                for prompt in prompts
+            )
+        )
+        assert [answer.token_ids for answer in answers] == prompts
+
+
+def test_a_backoff_begins_short_doubles_and_stops_growing() -> None:
+    backoff = Backoff(0.1, 1.0)
+    waits = [backoff.next_s() for _ in range(8)]
+    assert 0.07 < waits[0] < 0.13
+    assert 0.15 < waits[1] < 0.25
+    assert 0.75 <= waits[-1] <= 1.25
+    backoff.reset()
+    assert backoff.next_s() < 0.13
+
+
+def test_a_breaker_opens_after_faults_in_a_row_and_closes_with_time() -> None:
+    breaker = Breaker(threshold=2, cool_down_s=5)
+    breaker.record_fault(now=0)
+    breaker.record_success()
+    breaker.record_fault(now=1)
+    assert not breaker.is_open(now=1)
+    breaker.record_fault(now=2)
+    assert breaker.is_open(now=6.9)
+    assert not breaker.is_open(now=7)
