@@ -16,6 +16,7 @@ class Readiness:
         self._names = ("", *service_names)
         self._servicer = HealthServicer()
         self._is_serving = False
+        self._is_shut_down = False
 
     async def attach(self, server: grpc.aio.Server) -> None:
         """Adds the health service; call before the server starts."""
@@ -28,6 +29,8 @@ class Readiness:
 
     async def set_serving(self) -> None:
         """Ignored after `shut_down`."""
+        if self._is_shut_down:
+            return
         await self._set(health_pb2.HealthCheckResponse.SERVING)
         self._is_serving = True
 
@@ -37,7 +40,7 @@ class Readiness:
 
     async def shut_down(self) -> None:
         """NOT_SERVING for good: a later `set_serving` changes nothing."""
-        self._is_serving = False
+        self._is_serving, self._is_shut_down = False, True
         await self._servicer.enter_graceful_shutdown()
 
     async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

@@ -1,0 +1,51 @@
+"""What a process writes to stderr."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import logging, sys
+import structlog
+from shared.logs import LogFormat, configure_logging, request_logging
+
+configure_logging("tester", LogFormat(sys.argv[1]), level="info")
+log = structlog.get_logger("ours")
+log.debug("too quiet")
+with request_logging("r-1"):
+    log.info("hello", count=3)
+    logging.getLogger("theirs").warning("from the %s library", "standard")
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("went wrong")
+"""
+
+
+def lines_of(log_format: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, log_format], capture_output=True, text=True, timeout=30
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == ""
+    return ran.stderr.splitlines()
+
+
+def test_json_lines_carry_service_request_id_and_fields() -> None:
+    first, second, third = (json.loads(line) for line in lines_of("json"))
+    assert (first["event"], first["count"], first["level"]) == ("hello", 3, "info")
+    assert first["service"] == second["service"] == third["service"] == "tester"
+    assert first["request_id"] == second["request_id"] == "r-1"
+    assert second["event"] == "from the standard library"
+    assert "request_id" not in third
+    assert "ZeroDivisionError" in third["exception"]
+
+
+def test_away_from_a_terminal_auto_is_json() -> None:
+    assert json.loads(lines_of("auto")[0])["event"] == "hello"
+
+
+def test_human_lines_are_no_json_and_have_no_colours_away_from_a_terminal() -> None:
+    first = lines_of("human")[0]
+    assert "hello" in first and "count=3" in first
+    assert "\x1b" not in first
