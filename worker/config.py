@@ -42,43 +42,59 @@ class WorkerConfig(BaseSettings):
     )
 
     model: str = Field(
-        BUILT_IN_MODEL,
+        default=BUILT_IN_MODEL,
         min_length=1,
         description="a folder, a hub id, a .gguf file, or the built-in model's name",
     )
-    served_model_name: str = Field("", description="name that clients see; empty: the model's own")
-    engine: EngineName | None = Field(None, description="what runs the steps")
-    listen: str = Field("127.0.0.1:50052", min_length=1, description="address to serve gRPC on")
-    metrics_host: str = Field("127.0.0.1", description="address of the Prometheus endpoint")
-    metrics_port: int = Field(0, ge=0, le=65535, description="its port; 0: none")
-    dtype: DtypeName | None = Field(None, description="of weights and KV cache")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a step; auto: every core")
-    page_size: int = Field(16, ge=1, le=1024, description="tokens in a KV page; a power of two")
-    kv_pages: int | None = Field(None, ge=2, description="pages in the KV pool; auto: by memory")
+    served_model_name: str = Field(
+        default="", description="name that clients see; empty: the model's own"
+    )
+    engine: EngineName | None = Field(default=None, description="what runs the steps")
+    listen: str = Field(
+        default="127.0.0.1:50052", min_length=1, description="address to serve gRPC on"
+    )
+    metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="its port; 0: none")
+    dtype: DtypeName | None = Field(default=None, description="of weights and KV cache")
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of a step; auto: every core"
+    )
+    page_size: int = Field(
+        default=16, ge=1, le=1024, description="tokens in a KV page; a power of two"
+    )
+    kv_pages: int | None = Field(
+        default=None, ge=2, description="pages in the KV pool; auto: by memory"
+    )
     memory_fraction: float | None = Field(
-        None, gt=0, lt=1, description="of the device's free memory, for the KV pool"
+        default=None, gt=0, lt=1, description="of the device's free memory, for the KV pool"
     )
-    max_running: int | None = Field(None, ge=1, le=4096, description="most requests in a step")
-    max_waiting: int = Field(1024, ge=0, description="most requests in the queue")
-    max_context: int | None = Field(None, ge=2, description="most tokens of a request")
-    token_budget: int | None = Field(None, ge=1, description="most tokens in a step")
+    max_running: int | None = Field(
+        default=None, ge=1, le=4096, description="most requests in a step"
+    )
+    max_waiting: int = Field(default=1024, ge=0, description="most requests in the queue")
+    max_context: int | None = Field(default=None, ge=2, description="most tokens of a request")
+    token_budget: int | None = Field(default=None, ge=1, description="most tokens in a step")
     policy: PolicyName = Field(
-        "mixed", description="mixed: running streams stay fluent; prefill-first: throughput"
+        default="mixed", description="mixed: running streams stay fluent; prefill-first: throughput"
     )
-    prefix_caching: bool = Field(True, description="keep prompts' KV for later requests")
+    prefix_caching: bool = Field(default=True, description="keep prompts' KV for later requests")
     overlap: bool = Field(
-        True, description="plan and launch a step while the one before it computes"
+        default=True, description="plan and launch a step while the one before it computes"
     )
-    dummy_weights: bool = Field(False, description="random weights from the config alone")
-    default_max_tokens: int = Field(1024, ge=1, description="when a request sets none")
-    echo_step_ms: float = Field(1.0, ge=0, description="echo engine: time of a step")
-    drain_grace_s: float = Field(30.0, ge=0, description="for live requests after SIGTERM")
+    dummy_weights: bool = Field(default=False, description="random weights from the config alone")
+    default_max_tokens: int = Field(default=1024, ge=1, description="when a request sets none")
+    echo_step_ms: float = Field(default=1.0, ge=0, description="echo engine: time of a step")
+    drain_grace_s: float = Field(default=30.0, ge=0, description="for live requests after SIGTERM")
     heartbeat_timeout_s: float = Field(
-        15.0, gt=0, description="without a sign of the engine until health is NOT_SERVING"
+        default=15.0, gt=0, description="without a sign of the engine until health is NOT_SERVING"
     )
-    max_message_bytes: int = Field(MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap")
-    log_format: LogFormatName | None = Field(None, description="auto: human on a terminal")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="least")
+    max_message_bytes: int = Field(
+        default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
+    )
+    log_format: LogFormatName | None = Field(default=None, description="auto: human on a terminal")
+    log_level: str = Field(
+        default="info", pattern="^(debug|info|warning|error)$", description="least"
+    )
 
     @field_validator("page_size")
     @classmethod
