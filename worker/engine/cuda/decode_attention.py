@@ -1,10 +1,10 @@
-"""Attention of decode rows: q/k norm, rotary embedding, KV append and paged attention in one kernel.
+"""Attention of decode rows: q/k norm, rotary embedding, KV append and attention in one kernel.
 
 The kernel needs no plan from the host. A tiny kernel run once a step cuts every row's cached
 tokens into chunks on the device, from lengths that lie there; its grid depends on the batch
 size alone, so a CUDA graph of a decode step stays valid for any lengths. (FlashInfer's decode
-reads as fast, but its plan costs 1.6 ms of host time at batch 256 and must be copied before
-every replay.)
+reads as fast, but its plan costs about 1 ms of host time at batch 256 and must be copied
+before every replay.)
 
 KV pages are laid out [num_pages, num_kv_heads, page_size, head_dim], the layout FlashInfer
 calls HND: one head's tokens of a page are contiguous.
@@ -45,49 +45,50 @@ class Rotary:
 
 
 class DecodeWork:
-    """The chunks of one batch size's rows, on the device, and the space for partial results.
+    """The chunks of a step's decode rows, on the device, and the space for partial results.
 
-    Owned by the step that runs; `plan` fills it anew at the start of every step, on the
-    stream of that step, so no two steps in flight share it unless they are ordered.
+    All steps share it: they run one after another on the engine's stream.
     """
 
-    def __init__(self, shape: DecodeShape, batch: int, device: torch.device) -> None:
+    def __init__(self, shape: DecodeShape, max_batch: int, device: torch.device) -> None:
         self.shape = shape
-        self.batch = batch
-        # About two waves of work on 132 multiprocessors; never fewer than 4 chunks a row at
-        # batch 1..8, where one chunk per row would leave most of the device idle.
-        self.target_chunks = target_chunks(batch, shape.num_kv_heads)
-        self.max_items = batch + self.target_chunks
-        self.item_rows = torch.zeros(self.max_items, dtype=torch.int32, device=device)
-        self.first_items = torch.zeros(batch, dtype=torch.int32, device=device)
+        max_items = self.num_items(max_batch)
+        self.item_rows = torch.zeros(max_items, dtype=torch.int32, device=device)
+        self.first_items = torch.zeros(max_batch, dtype=torch.int32, device=device)
         # [total items, chunk length]
         self.totals = torch.zeros(2, dtype=torch.int32, device=device)
-        heads = shape.num_q_heads
-        self.partial_out = torch.empty(
-            self.max_items, heads, shape.head_dim, dtype=torch.float32, device=device
-        )
-        self.partial_max = torch.empty(self.max_items, heads, dtype=torch.float32, device=device)
-        self.partial_sum = torch.empty(self.max_items, heads, dtype=torch.float32, device=device)
+        heads, head_dim = shape.num_q_heads, shape.head_dim
+        self.partial_out = torch.empty(max_items, heads, head_dim, device=device)
+        self.partial_max = torch.empty(max_items, heads, device=device)
+        self.partial_sum = torch.empty(max_items, heads, device=device)
         # How many chunks of a (row, kv head) are done; the last one resets it.
-        self.arrivals = torch.zeros(batch, shape.num_kv_heads, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(max_batch, shape.num_kv_heads, dtype=torch.int32, device=device)
+
+    def num_items(self, batch: int) -> int:
+        """The most chunks that a batch can be cut into, whatever its lengths."""
+        return batch + self._target_chunks(batch)
 
     def plan(self, cached_lens: torch.Tensor) -> None:
         """Cuts the rows' cached tokens into chunks; `cached_lens` is [batch] int32."""
+        batch = len(cached_lens)
         _plan_kernel[(1,)](
             cached_lens,
             self.item_rows,
             self.first_items,
             self.totals,
-            self.batch,
-            TARGET=self.target_chunks,
-            BLOCK_B=triton.next_power_of_2(self.batch),
+            batch,
+            self._target_chunks(batch),
+            BLOCK_B=triton.next_power_of_2(batch),
             num_warps=4,
         )
 
+    def _target_chunks(self, batch: int) -> int:
+        """How many chunks a batch is cut into beyond one for each row.
 
-def target_chunks(batch: int, num_kv_heads: int) -> int:
-    """How many chunks a batch is cut into beyond one per row."""
-    return max(2 * batch, 512 // num_kv_heads)
+        Enough for about two waves on the device's multiprocessors, each chunk being worked
+        on once per kv head; at large batches two a row, so that long rows do not end last.
+        """
+        return max(2 * batch, 512 // self.shape.num_kv_heads)
 
 
 def decode_attention(
@@ -105,7 +106,7 @@ def decode_attention(
     rotary: Rotary | None,
     block_n: int = 64,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int = 2,
 ) -> None:
     """Writes K and V of each row's new token to its page and attends over all its tokens.
 
@@ -116,7 +117,7 @@ def decode_attention(
     shape = work.shape
     has_norm = rotary is not None and rotary.q_norm is not None
     cos_sin = rotary.cos_sin if rotary is not None else q
-    _decode_kernel[(shape.num_kv_heads, work.max_items)](
+    _decode_kernel[(shape.num_kv_heads, work.num_items(q.shape[0]))](
         out,
         q,
         k,
@@ -151,20 +152,21 @@ def decode_attention(
         PAGE_SIZE=shape.page_size,
         GROUP_ROWS=_GROUP_ROWS,
         BLOCK_N=block_n,
+        COMBINED=16,
         num_warps=num_warps,
         num_stages=num_stages,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "target"])
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    cached_lens, item_rows, first_items, totals, batch, TARGET: tl.constexpr, BLOCK_B: tl.constexpr
+    cached_lens, item_rows, first_items, totals, batch, target, BLOCK_B: tl.constexpr
 ):
     b = tl.arange(0, BLOCK_B)
     mask = b < batch
     lens = tl.load(cached_lens + b, mask=mask, other=0)
-    # The sum of ceil(len / chunk) is then at most batch + TARGET. 64 is the attention's tile.
-    chunk = tl.cdiv(tl.cdiv(tl.sum(lens, 0), TARGET), 64) * 64
+    # The sum of ceil(len / chunk) is then at most batch + target. 64 is the attention's tile.
+    chunk = tl.cdiv(tl.cdiv(tl.sum(lens, 0), target), 64) * 64
     chunk = tl.maximum(chunk, 64)
     # A row without cached tokens still has one chunk, which holds its new token.
     counts = tl.where(mask, tl.maximum(tl.cdiv(lens, chunk), 1), 0)
@@ -212,6 +214,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COMBINED: tl.constexpr,
 ):
     head = tl.program_id(0)
     item = tl.program_id(1)
@@ -310,29 +313,32 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if arrived == num_chunks - 1:
             tl.store(counter, 0)
-            highest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-            total_weight = tl.zeros([GROUP_ROWS], tl.float32)
-            acc = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
-            # In the order of the chunks, so that the sum does not depend on who came last.
-            for i in range(first, first + num_chunks):
-                part = i * NUM_Q_HEADS + heads
-                # .cg: the partial results of other multiprocessors are not in this one's L1.
-                chunk_max = tl.load(
-                    partial_max + part, mask=g < GROUP, other=0.0, cache_modifier=".cg"
-                )
-                chunk_sum = tl.load(
-                    partial_sum + part, mask=g < GROUP, other=1.0, cache_modifier=".cg"
-                )
-                chunk_out = tl.load(
-                    partial_out + part[:, None] * HEAD_DIM + d[None, :],
-                    mask=in_group,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                new_highest = tl.maximum(highest, chunk_max)
-                decay = tl.exp2(highest - new_highest)
-                weight = tl.exp2(chunk_max - new_highest)
-                total_weight = total_weight * decay + chunk_sum * weight
-                acc = acc * decay[:, None] + chunk_out * weight[:, None]
-                highest = new_highest
-            tl.store(out_ptr, (acc / total_weight[:, None]).to(out.dtype.element_ty), mask=in_group)
+            # Sixteen chunks at a time, in the order of the chunks: the sum does not depend on
+            # who came last, and its loads do not wait for each other.
+            c = tl.arange(0, COMBINED)
+            for query in tl.static_range(GROUP):
+                best = float("-inf")
+                weight_sum = 0.0
+                combined = tl.zeros([HEAD_DIM], tl.float32)
+                for i in range(0, num_chunks, COMBINED):
+                    part = (first + i + c) * NUM_Q_HEADS + head * GROUP + query
+                    exists = i + c < num_chunks
+                    # .cg: what other multiprocessors wrote is not in this one's L1.
+                    chunk_max = tl.load(
+                        partial_max + part, exists, float("-inf"), cache_modifier=".cg"
+                    )
+                    chunk_sum = tl.load(partial_sum + part, exists, 0.0, cache_modifier=".cg")
+                    chunk_out = tl.load(
+                        partial_out + part[:, None] * HEAD_DIM + d[None, :],
+                        exists[:, None],
+                        0.0,
+                        cache_modifier=".cg",
+                    )
+                    new_best = tl.maximum(best, tl.max(chunk_max, 0))
+                    decay = tl.exp2(best - new_best)
+                    weight = tl.exp2(chunk_max - new_best)
+                    weight_sum = weight_sum * decay + tl.sum(chunk_sum * weight, 0)
+                    combined = combined * decay + tl.sum(chunk_out * weight[:, None], 0)
+                    best = new_best
+                query_out = out + b * out_stride + (head * GROUP + query) * HEAD_DIM
+                tl.store(query_out + d, (combined / weight_sum).to(out.dtype.element_ty))

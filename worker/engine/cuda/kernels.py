@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.engine.cuda.decode_attention import DecodeShape
+from worker.engine.cuda.decode_attention import DecodeShape, Rotary
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -40,39 +40,43 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_and_append(
-    q_out: torch.Tensor,
-    qkv: torch.Tensor,
+    rotated_q: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     shape: DecodeShape,
     *,
     token_slots: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    norm_eps: float,
+    rotary: Rotary,
 ) -> None:
     """q/k norm and rotary embedding of prefill tokens; K and V go to their slots.
 
-    `qkv` is [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], `q_out` is
-    [num_tokens, num_q_heads, head_dim]; slots and positions are [num_tokens] int32.
+    q is [num_tokens, num_q_heads, head_dim] and kv [num_tokens, 2 * num_kv_heads, head_dim],
+    both views of one joint projection in which they are neighbours; slots and positions are
+    [num_tokens] int32.
     """
-    heads = shape.num_q_heads + 2 * shape.num_kv_heads
-    block = min(triton.next_power_of_2(heads), 8)
-    _rotate_and_append_kernel[(qkv.shape[0], triton.cdiv(heads, block))](
-        q_out,
-        qkv,
+    num_heads = shape.num_q_heads + 2 * shape.num_kv_heads
+    assert (
+        q.stride(0) == kv.stride(0)
+        and kv.data_ptr() - q.data_ptr() == q.element_size() * q[0].numel()
+    )
+    block = min(triton.next_power_of_2(num_heads), 8)
+    has_norm = rotary.q_norm is not None
+    _rotate_and_append_kernel[(q.shape[0], triton.cdiv(num_heads, block))](
+        rotated_q,
+        q,
         k_pages,
         v_pages,
         token_slots,
         positions,
-        cos_sin,
-        q_norm if q_norm is not None else cos_sin,
-        k_norm if k_norm is not None else cos_sin,
-        qkv.stride(0),
-        norm_eps,
-        HAS_NORM=q_norm is not None,
+        rotary.cos_sin,
+        rotary.q_norm if has_norm else q,
+        rotary.k_norm if has_norm else q,
+        q.stride(0),
+        rotary.norm_eps,
+        HAS_NORM=has_norm,
         NUM_Q_HEADS=shape.num_q_heads,
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
@@ -135,7 +139,7 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * size + column, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["token_slots", "positions"])
 def _rotate_and_append_kernel(  # type: ignore[no-untyped-def]
     q_out,
     qkv,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 # Token id that stands for a row whose logits were not finite.
 FAULTY = -1
@@ -87,6 +88,7 @@ class Sampler:
             bits.stride(0),
             SPLIT=_SPLIT,
             BLOCK=2048,
+            FAST=not triton.knobs.runtime.interpret,
             num_warps=8,
         )
         _choose_kernel[(num_rows,)](
@@ -137,7 +139,7 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
         return
     base = logits + row.to(tl.int64) * stride
     column = tl.arange(0, BLOCK)
-    inverse_temperature = 1.0 / tl.load(temperature + row)
+    inverse_temperature = tl.minimum(1.0 / tl.load(temperature + row), 1e30)
     highest = float("-inf")
     for start in range(0, vocab_size, BLOCK):
         mask = start + column < vocab_size
@@ -195,6 +197,12 @@ def _mix(h):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The device's own instruction, where tl.log2 is a polynomial of 20. Not interpretable."""
+    return libdevice.fast_log2f(x) if FAST else tl.log2(x)
+
+
+@triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits,
     bounds,
@@ -209,13 +217,17 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     stride,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    FAST: tl.constexpr,
 ):
+    LN2: tl.constexpr = 0.6931471805599453
     split = tl.program_id(0)
     row = tl.program_id(1)
     base = logits + row.to(tl.int64) * stride
     greedy = tl.load(is_greedy + row) != 0
     bound = tl.load(bounds + row)
     inverse_temperature = 1.0 / tl.where(greedy, 1.0, tl.load(temperature + row))
+    # A temperature next to 0 must not make an infinity of a logit.
+    inverse_temperature = tl.minimum(inverse_temperature, 1e30)
     low = tl.load(seed_low + row).to(tl.uint32, bitcast=True)
     high = tl.load(seed_high + row).to(tl.uint32, bitcast=True)
     position = tl.load(positions + row).to(tl.uint32, bitcast=True)
@@ -236,11 +248,13 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         score = x * inverse_temperature
         if not greedy:
             h = _mix(token.to(tl.uint32) * 0x9E3779B1 + stream)
-            # In (0, 1); fine near 0, where the winners come from. -log(1 - u) is exponential.
+            # In (0, 1); fine near 0, where the winners come from. -log(1 - u) is exponential:
+            # by its series for small u, where the device's logarithm is not exact enough.
             u = (h.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
             u = tl.minimum(u, 0.99999994)
-            exponential = tl.where(u < 0.001, u * (1.0 + 0.5 * u), -tl.log(1.0 - u))
-            score = score - tl.log(exponential)
+            series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
+            exponential = tl.where(u < 0.03125, series, -LN2 * _log2(1.0 - u, FAST))
+            score = score - LN2 * _log2(exponential, FAST)
         score = tl.where(mask & (x >= bound), score, float("-inf"))
         # Strictly greater: of equal scores the lowest token id wins.
         wins = score > top

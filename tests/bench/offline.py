@@ -1,0 +1,170 @@
+"""Runs requests through the engine loop in this process, without front or pipe, and times it."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from worker.engine_loop import EngineLoop
+from worker.messages import Command, Event, Load, NewRequest, StepOutput, Stop, Submit
+from worker.scheduler.config import SchedulerConfig
+from worker.scheduler.scheduler import Scheduler
+from worker.step import Engine, EngineInfo, Int32Array, StepHandle, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Of each step in order: its rows, and seconds of host work and of the device."""
+
+    num_rows: list[int] = field(default_factory=list)
+    is_decode: list[bool] = field(default_factory=list)
+    plan_s: list[float] = field(default_factory=list)
+    launch_s: list[float] = field(default_factory=list)
+    commit_s: list[float] = field(default_factory=list)
+    started_at: list[float] = field(default_factory=list)
+    finished_at: list[float] = field(default_factory=list)
+
+    def decode_steps(self, least_rows: int, most_rows: int) -> list[int]:
+        """Steps of decode rows alone that follow another such step."""
+        return [
+            i
+            for i in range(1, len(self.finished_at))
+            if least_rows <= self.num_rows[i] <= most_rows
+            and self.is_decode[i]
+            and self.is_decode[i - 1]
+        ]
+
+    def host_ms(self, steps: Sequence[int]) -> float:
+        """Median of plan plus commit."""
+        return 1e3 * _median([self.plan_s[i] + self.commit_s[i] for i in steps])
+
+    def launch_ms(self, steps: Sequence[int]) -> float:
+        return 1e3 * _median([self.launch_s[i] for i in steps])
+
+    def interval_ms(self, steps: Sequence[int]) -> float:
+        """Median time from the end of a step to the end of the next."""
+        return 1e3 * _median([self.finished_at[i] - self.finished_at[i - 1] for i in steps])
+
+    def idle_ratio(self, steps: Sequence[int]) -> float:
+        """Share of the time between ends in which the device had nothing to do."""
+        idle = sum(max(0.0, self.started_at[i] - self.finished_at[i - 1]) for i in steps)
+        whole = sum(self.finished_at[i] - self.finished_at[i - 1] for i in steps)
+        return idle / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run gave."""
+
+    seconds: float
+    token_ids: dict[int, list[int]]
+    num_failed: int
+    load: Load
+    times: StepTimes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids.values()))
+
+
+class TimedScheduler(Scheduler):
+    """A scheduler that notes how long it takes."""
+
+    times: StepTimes
+
+    def plan(self, now: float) -> StepPlan | None:
+        begin = time.perf_counter()
+        plan = super().plan(now)
+        if plan is not None:
+            self.times.plan_s.append(time.perf_counter() - begin)
+            self.times.num_rows.append(plan.num_rows)
+            self.times.is_decode.append(plan.num_rows == plan.num_decode)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        begin = time.perf_counter()
+        super().commit(plan, result, now)
+        self.times.commit_s.append(time.perf_counter() - begin)
+        self.times.started_at.append(result.started_at)
+        self.times.finished_at.append(result.finished_at)
+
+
+class TimedEngine:
+    """An engine whose launches are timed."""
+
+    def __init__(self, engine: Engine, times: StepTimes) -> None:
+        self._engine = engine
+        self._times = times
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        begin = time.perf_counter()
+        handle = self._engine.launch(plan)
+        self._times.launch_s.append(time.perf_counter() - begin)
+        return handle
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class _Commands:
+    """All requests at once, and Stop when the last has ended."""
+
+    def __init__(self, requests: Sequence[NewRequest]) -> None:
+        self._waiting: list[Command] = [Submit(request) for request in reversed(requests)]
+        self.num_open = len(requests)
+
+    def poll(self, timeout: float) -> bool:
+        return bool(self._waiting) or self.num_open == 0
+
+    def recv(self) -> Command:
+        return self._waiting.pop() if self._waiting else Stop()
+
+
+def run_offline(
+    engine: Engine,
+    requests: Sequence[NewRequest],
+    *,
+    overlap: bool = True,
+    config: SchedulerConfig | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Run:
+    """Runs the requests to their ends. The engine stays open; nothing stays cached."""
+    times = StepTimes()
+    scheduler = TimedScheduler(
+        config or SchedulerConfig(token_budget=16_384, max_running=engine.info.max_rows),
+        engine.info,
+        eos_token_ids,
+    )
+    scheduler.times = times
+    commands = _Commands(requests)
+    token_ids: dict[int, list[int]] = {request.uid: [] for request in requests}
+    outputs: list[StepOutput] = []
+
+    def emit(event: Event) -> None:
+        if isinstance(event, StepOutput):
+            outputs.append(event)
+            commands.num_open -= len(event.finished) + len(event.failed)
+
+    begin = time.perf_counter()
+    timed = TimedEngine(engine, times)
+    EngineLoop(scheduler, timed, commands, emit, overlap=overlap).run()
+    seconds = time.perf_counter() - begin
+    for output in outputs:
+        for uid, token_id in zip(output.uids.tolist(), output.token_ids.tolist(), strict=True):
+            token_ids[uid].append(token_id)
+    failed = sum(len(output.failed) for output in outputs)
+    return Run(seconds, token_ids, failed, outputs[-1].load, times)
+
+
+def random_prompt(rng: np.random.Generator, length: int, vocab_size: int) -> Int32Array:
+    return rng.integers(0, vocab_size, length).astype(np.int32)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else float("nan")
