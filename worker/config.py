@@ -7,6 +7,8 @@ written "auto" and is resolved once, here or by the engine, which knows the mode
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -49,7 +51,9 @@ class WorkerConfig(BaseSettings):
     served_model_name: str = Field(
         default="", description="name that clients see; empty: the model's own"
     )
-    engine: EngineName | None = Field(default=None, description="what runs the steps")
+    engine: EngineName | None = Field(
+        default=None, description="what runs the steps; auto: cuda where it can"
+    )
     listen: str = Field(
         default="127.0.0.1:50052", min_length=1, description="address to serve gRPC on"
     )
@@ -82,6 +86,7 @@ class WorkerConfig(BaseSettings):
         default=True, description="plan and launch a step while the one before it computes"
     )
     dummy_weights: bool = Field(default=False, description="random weights from the config alone")
+    cuda_graphs: bool = Field(default=True, description="cuda engine: capture decode steps")
     default_max_tokens: int = Field(default=1024, ge=1, description="when a request sets none")
     echo_step_ms: float = Field(default=1.0, ge=0, description="echo engine: time of a step")
     drain_grace_s: float = Field(default=30.0, ge=0, description="for live requests after SIGTERM")
@@ -132,15 +137,14 @@ def load_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
             print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIGURATION)
     is_overlap_disabled = environment.get(DISABLE_OVERLAP_VARIABLE, "") not in ("", "0", "false")
-    return resolve(config, is_overlap_disabled=is_overlap_disabled)
+    return resolve(config, has_cuda=_has_cuda(), is_overlap_disabled=is_overlap_disabled)
 
 
-def resolve(config: WorkerConfig, *, is_overlap_disabled: bool = False) -> WorkerConfig:
-    """A new config in which everything is said that needs no model to be known.
-
-    A `max_running` below the token budget's rows is kept: a step takes what fits.
-    """
-    engine = config.engine or "cpu"
+def resolve(
+    config: WorkerConfig, *, has_cuda: bool = False, is_overlap_disabled: bool = False
+) -> WorkerConfig:
+    """A new config in which everything is said that needs no model to be known."""
+    engine: EngineName = config.engine or ("cuda" if has_cuda else "cpu")
     defaults = _DEFAULTS[engine]
     max_running = config.max_running or defaults.max_running
     return config.model_copy(
@@ -151,6 +155,11 @@ def resolve(config: WorkerConfig, *, is_overlap_disabled: bool = False) -> Worke
             "overlap": config.overlap and not is_overlap_disabled,
         }
     )
+
+
+def _has_cuda() -> bool:
+    """Whether there is an NVIDIA GPU and what it takes to use it; without importing torch."""
+    return Path("/dev/nvidia0").exists() and find_spec("flashinfer") is not None
 
 
 def _complaints(error: ValidationError) -> list[str]:

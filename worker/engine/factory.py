@@ -1,8 +1,10 @@
 """The only file that knows the backends. Imports each only when it is asked for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
@@ -12,6 +14,9 @@ from worker.engine.echo import EchoEngine
 from worker.messages import ModelInfo, TokenizerBundle
 from worker.models.config import ModelError
 from worker.step import Engine, EngineInfo
+
+if TYPE_CHECKING:
+    from worker.checkpoint.source import Checkpoint
 
 # Backends and checkpoint readers bring torch with them: seconds and hundreds of MB that an
 # echo engine over a bare tokenizer does not need.
@@ -44,7 +49,7 @@ def open_engine(
         case "cpu" | None:
             return _open_cpu(config, environment, progress)
         case "cuda":
-            raise ModelError("the cuda engine is not built in this version; use --engine cpu")
+            return _open_cuda(config, environment, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +99,7 @@ def _read_source(
     folder = Path(config.model).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         return _read_tokenizer_folder(folder)
-    from worker.checkpoint.open import default_cache_dir, open_checkpoint
-
-    checkpoint = open_checkpoint(
-        config.model,
-        cache_dir=default_cache_dir(environment),
-        progress=progress,
-        dummy_weights=config.dummy_weights,
-    )
+    checkpoint = _open_checkpoint(config, environment, progress)
     return _Source(
         name=checkpoint.name,
         tokenizer=checkpoint.tokenizer(progress),
@@ -129,17 +127,12 @@ def _read_tokenizer_folder(folder: Path) -> _Source:
 def _open_cpu(
     config: WorkerConfig, environment: Mapping[str, str], progress: Progress
 ) -> OpenedEngine:
-    import torch
+    with _needs_extra("worker"):
+        import torch
 
-    from worker.checkpoint.open import default_cache_dir, open_checkpoint
-    from worker.engine.cpu import CpuEngineConfig, open_cpu_engine
+        from worker.engine.cpu import CpuEngineConfig, open_cpu_engine
 
-    checkpoint = open_checkpoint(
-        config.model,
-        cache_dir=default_cache_dir(environment),
-        progress=progress,
-        dummy_weights=config.dummy_weights,
-    )
+    checkpoint = _open_checkpoint(config, environment, progress)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     assert config.max_running is not None
     sizes = CpuEngineConfig(
@@ -152,13 +145,73 @@ def _open_cpu(
     )
     return OpenedEngine(
         engine=open_cpu_engine(checkpoint, sizes, dtype=dtype, progress=progress),
-        model=ModelInfo(
-            name=config.served_model_name or checkpoint.name,
-            architecture=checkpoint.config.architecture,
-            dtype=str(dtype).removeprefix("torch."),
-            device="cpu",
-            eos_token_ids=checkpoint.eos_token_ids,
-            overlap_scheduling=config.overlap,
+        model=_model_info(config, checkpoint, dtype=config.dtype or "float32", device="cpu"),
+        tokenizer=checkpoint.tokenizer(progress),
+    )
+
+
+def _open_cuda(
+    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+) -> OpenedEngine:
+    if config.dtype == "float32":
+        raise ModelError("the cuda engine computes in bfloat16; leave --dtype or use --engine cpu")
+    with _needs_extra("cuda"):
+        import torch
+
+        from worker.engine.cuda.open import CudaOptions, open_cuda_engine
+
+    checkpoint = _open_checkpoint(config, environment, progress)
+    assert config.max_running is not None and config.token_budget is not None
+    options = CudaOptions(
+        max_rows=config.max_running,
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        max_context=config.max_context,
+        kv_pages=config.kv_pages,
+        memory_fraction=config.memory_fraction,
+        graphs=config.cuda_graphs,
+    )
+    engine = open_cuda_engine(checkpoint, options, progress)
+    return OpenedEngine(
+        engine=engine,
+        model=_model_info(
+            config, checkpoint, dtype="bfloat16", device=torch.cuda.get_device_name()
         ),
         tokenizer=checkpoint.tokenizer(progress),
     )
+
+
+def _open_checkpoint(
+    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+) -> "Checkpoint":
+    with _needs_extra("worker"):
+        from worker.checkpoint.open import default_cache_dir, open_checkpoint
+
+    return open_checkpoint(
+        config.model,
+        cache_dir=default_cache_dir(environment),
+        progress=progress,
+        dummy_weights=config.dummy_weights,
+    )
+
+
+def _model_info(
+    config: WorkerConfig, checkpoint: "Checkpoint", *, dtype: str, device: str
+) -> ModelInfo:
+    return ModelInfo(
+        name=config.served_model_name or checkpoint.name,
+        architecture=checkpoint.config.architecture,
+        dtype=dtype,
+        device=device,
+        eos_token_ids=checkpoint.eos_token_ids,
+        overlap_scheduling=config.overlap,
+    )
+
+
+@contextmanager
+def _needs_extra(name: str) -> Iterator[None]:
+    """Turns a missing package into words on how to get it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(f"{error}; install it with: pip install 'tandem[{name}]'") from error

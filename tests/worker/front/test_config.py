@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from worker.config import WorkerConfig, load_config
+from worker.config import WorkerConfig, load_config, resolve
 
 PROGRAM = """
 import os, sys
@@ -45,8 +45,11 @@ def test_the_plain_variable_turns_overlap_off(value: str, overlaps: bool) -> Non
 
 
 def test_auto_is_resolved_by_the_engine() -> None:
-    auto = load_config(["--engine", "auto", "--max-running", "auto"], {})
+    auto = resolve(WorkerConfig(engine=None))
     assert (auto.engine, auto.max_running, auto.token_budget) == ("cpu", 64, 512)
+    gpu = resolve(WorkerConfig(engine=None), has_cuda=True)
+    assert (gpu.engine, gpu.max_running, gpu.token_budget) == ("cuda", 256, 16384)
+    assert resolve(WorkerConfig(engine="cpu"), has_cuda=True).engine == "cpu"
     echo = load_config(["--engine", "echo"], {})
     assert (echo.max_running, echo.token_budget) == (256, 8192)
 

@@ -171,7 +171,7 @@ async def complaint_of(*arguments: str) -> tuple[int, str]:
         ),
         (("--no-such-flag",), "tandem worker: error: unrecognized arguments"),
         (("--model", "/no/such/folder"), "tandem worker: /no/such/folder is not a folder"),
-        (("--engine", "cuda"), "tandem worker: the cuda engine is not built"),
+        (("--engine", "cuda", "--dtype", "float32"), "tandem worker: the cuda engine computes in"),
     ],
 )
 async def test_a_bad_configuration_exits_with_2_and_one_clear_line(
