@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import structlog
 import uvloop
 
 from shared.logs import LogFormat, configure_logging
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 after a clean drain, 2 on a bad configuration, 1 when the engine cannot be kept up."""
     config = load_config(sys.argv[1:] if arguments is None else arguments, os.environ)
     configure_logging("worker", LogFormat(config.log_format or "auto"), level=config.log_level)
+    structlog.get_logger(__name__).info("settings", **config.model_dump())
     spawn = partial(EngineProcess, run_engine, (config, os.getpid()))
     # Before any gRPC object exists: a server's threads and descriptors do not survive in a
     # child, and the loop is one for each process.

@@ -121,6 +121,7 @@ class Dispatcher:
         link = Link(next(self._link_ids), self._limits.link)
         self._links[link.link_id] = link
         self._metrics.links.inc()
+        _log.debug("gateway connected", link=link.link_id)
         link.report_load(self.load_response())
         return link
 
@@ -129,6 +130,7 @@ class Dispatcher:
         self._abort_silently(link, list(link.live))
         del self._links[link.link_id]
         self._metrics.links.dec()
+        _log.debug("gateway left", link=link.link_id)
         self.state.notify()
 
     def obey(self, link: Link, request: pb.RunRequest) -> None:
