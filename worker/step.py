@@ -58,7 +58,8 @@ class StepPlan:
     # [num_rows] length of the client's prompt; positions from there on are output.
     prompt_lens: Int32Array
     # [num_new_pages] entries of the page table to set before the step runs:
-    # page_table[page_rows, page_columns] = page_ids.
+    # page_table[page_rows, page_columns] = page_ids. No entry twice; those of a step that was
+    # in flight when this one was planned are repeated, should that step fail before it set them.
     page_rows: Int32Array
     page_columns: Int32Array
     page_ids: Int32Array

@@ -5,6 +5,8 @@ once the request is planned no more *and* no step in flight holds its row, and n
 ever frees a row.
 """
 
+import numpy as np
+
 from shared.errors import ServingError
 from shared.types import FinishReason
 from worker.messages import Finished, NewRequest, Started
@@ -45,7 +47,8 @@ class Lifecycle:
             arrival=self._num_arrivals,
             arrived_at=new.arrived_at or now,
             queue_position=self.waiting.position(new.priority),
-            token_ids=new.prompt_token_ids,
+            # Of the row tokens' type, by whose bytes the radix tree knows them.
+            token_ids=np.ascontiguousarray(new.prompt_token_ids, np.int32),
         )
         self._num_arrivals += 1
         self.live[request.uid] = request

@@ -6,7 +6,11 @@ from worker.step import Int32Array
 
 
 class PagePool:
-    """A stack of free pages: the last one given back is the first one taken."""
+    """A stack of free pages: the last ones given back are the first ones taken.
+
+    Pages come out in the order in which they went in, at first ascending: an engine may read
+    a run of neighbouring pages without gathering them.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
@@ -28,10 +32,10 @@ class PagePool:
     def take(self, count: int) -> Int32Array:
         assert count <= self._num_free, f"{count} pages wanted, {self._num_free} free"
         self._num_free -= count
-        return self._stack[self._num_free : self._num_free + count].copy()
+        return self._stack[self._num_free : self._num_free + count][::-1].copy()
 
     def give(self, pages: Int32Array) -> None:
         end = self._num_free + len(pages)
         assert end <= len(self._stack), "a page was given back twice"
-        self._stack[self._num_free : end] = pages
+        self._stack[self._num_free : end] = pages[::-1]
         self._num_free = end

@@ -84,15 +84,18 @@ def test_a_row_that_is_not_finite_ends_alone(driver: Driver) -> None:
     assert len(driver.tokens(bad)) == 2
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
-def test_what_is_not_finite_does_not_reach_the_cache(step: int) -> None:
+@pytest.mark.parametrize(("step", "cached"), [(0, 0), (1, 0), (2, 0), (3, 0), (4, 29)])
+def test_nothing_reaches_the_cache_of_a_prefill_that_is_not_finite(step: int, cached: int) -> None:
     config = SchedulerConfig(token_budget=8)
     driver = Driver(info=engine_info(page_size=1), config=config, eos=(), overlap=True)
     driver.submit(PROMPT, max_tokens=4)
     driver.engine.faulty.add((step, 0))
     driver.run()
     assert driver.outcomes[1].failed
-    assert driver.complete(PROMPT, max_tokens=6).token_ids == alone(PROMPT, 6)
+    again = driver.complete(PROMPT, max_tokens=6)
+    # The fourth step completed the prefill; what came after it does not taint the prompt.
+    assert again.finished.cached_tokens == cached
+    assert again.token_ids == alone(PROMPT, 6)
 
 
 def test_an_abort_before_the_fault_is_the_only_ending(driver: Driver) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.fakes import checksum_model
-from tests.worker.scheduler.driver import VOCAB_SIZE, Driver, engine_info, solo_output
+from tests.fakes import checksum_model, scripted_model
+from tests.worker.scheduler.driver import EOS, VOCAB_SIZE, Driver, engine_info, solo_output
 from worker.scheduler.config import Policy, SchedulerConfig
 
 
@@ -34,6 +34,32 @@ def test_the_newest_gives_way_and_both_outputs_are_what_they_would_be_alone(
     assert driver.tokens(old) == alone([1] * 20, 30)
     assert driver.tokens(new) == alone([2] * 20, 30)
     assert driver.outcomes[old].finished.decode_s < driver.outcomes[new].finished.decode_s
+
+
+def test_of_several_only_the_newest_gives_way(overlap: bool) -> None:
+    driver = tight_driver(overlap)
+    uids = [driver.submit([i + 1] * 9, max_tokens=24) for i in range(3)]
+    driver.run()
+    assert driver.scheduler.load().preemptions == 1
+    decode_s = [driver.outcomes[uid].finished.decode_s for uid in uids]
+    assert decode_s[2] > max(decode_s[0], decode_s[1]) + 1
+
+
+def test_nobody_is_preempted_for_pages_that_come_with_the_step_in_flight() -> None:
+    # The three hold all pages after the first decode step. The second ends with the token of
+    # that step, but is in the one after, for which the first then needs another page.
+    model = scripted_model({1: [5], 2: [5, EOS], 3: [5]})
+    info = engine_info(num_pages=18, page_size=4)
+    driver = Driver(info=info, config=SchedulerConfig(headroom_tokens=0), model=model)
+    for i, length in enumerate((18, 20, 24)):
+        driver.submit([i + 1] * length, max_tokens=12)
+    driver.turns(3)
+    assert driver.scheduler.load().pages_held == 18
+    plan = driver.turn()
+    assert plan is not None
+    assert plan.cached_lens.tolist() == [26], "the first waits a step, the third goes on"
+    driver.run()
+    assert driver.scheduler.load().preemptions == 0
 
 
 def test_a_resumed_request_starts_once_and_keeps_its_first_cached_tokens(overlap: bool) -> None:

@@ -136,3 +136,11 @@ def test_flushing_drops_only_what_nobody_holds() -> None:
     expected = solo_output(checksum_model(VOCAB_SIZE), PROMPT, 20, ())
     assert driver.tokens(running) == expected
     assert driver.complete([50] * 16).finished.cached_tokens == 0
+
+
+def test_pages_given_back_are_given_out_again_as_a_run() -> None:
+    driver = Driver(config=SchedulerConfig(prefix_caching=False), overlap=False)
+    for _ in range(3):
+        driver.complete(PROMPT, max_tokens=1)
+    for plan in driver.engine.plans:
+        assert plan.page_ids.tolist() == [0, 1, 2, 3, 4, 5]
