@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import grpc
 import structlog
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from gateway.auth import BearerTokenInterceptor
@@ -29,6 +28,7 @@ from shared.interceptors import server_interceptors
 from shared.metrics import GatewayMetrics, metrics_exporter
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from shared.reflection import enable_reflection
 from shared.shutdown import shutdown_event
 from shared.tasks import TaskSet
 
@@ -85,9 +85,7 @@ async def running_gateway(config: GatewayConfig) -> AsyncIterator[RunningGateway
         service = _service(config, router, executor, live_requests, metrics)
         server = _server(config)
         pb_grpc.add_InferenceServiceServicer_to_server(service, server)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), server
-        )
+        enable_reflection(server, (SERVICE_NAME, "grpc.health.v1.Health"))
         await readiness.attach(server)
         port = _bind(server, config.listen)
         await server.start()

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, suppress
 import grpc
 import structlog
 from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from shared.errors import UnavailableError
@@ -17,6 +16,7 @@ from shared.health import Readiness
 from shared.interceptors import server_interceptors
 from shared.metrics import WorkerMetrics, metrics_exporter, register_load
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc
+from shared.reflection import enable_reflection
 from shared.tasks import TaskSet
 from shared.version import tandem_version
 from worker.config import WorkerConfig
@@ -142,8 +142,7 @@ async def _build_server(
     )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(dispatcher, limits), server)
     await readiness.attach(server)
-    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
+    enable_reflection(server, (SERVICE_NAME, health.SERVICE_NAME))
     return server
 
 

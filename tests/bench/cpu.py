@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--ttft-samples", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = Options(**vars(parser.parse_args()))
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     report.header("The pair against transformers generate, SmolLM2-135M, float32, CPU")
     report.result(asyncio.run(bench(options)))
 
