@@ -25,7 +25,7 @@ class DummyCheckpoint:
         self._config = ModelConfig.from_hf(raw)
         self._seed = seed
         self._tokenizer = make_bundle({}) if folder is None else bundle_of_folder(folder)
-        self._eos_token_ids = eos_of_folder(folder or Path(), raw, self._tokenizer)
+        self._eos_token_ids = eos_of_folder(folder, raw, self._tokenizer)
 
     @property
     def name(self) -> str:

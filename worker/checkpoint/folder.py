@@ -74,11 +74,11 @@ def read_config(path: Path) -> Json:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
 
 
-def eos_of_folder(folder: Path, config: Json, tokenizer: TokenizerBundle) -> tuple[int, ...]:
-    """Union of the ids in config.json, generation_config.json and the tokenizer."""
+def eos_of_folder(folder: Path | None, config: Json, tokenizer: TokenizerBundle) -> tuple[int, ...]:
+    """Union of the ids in the config, the folder's generation_config.json and the tokenizer."""
     ids = {*_as_ids(config.get("eos_token_id")), *eos_of_bundle(tokenizer)}
-    generation = folder / "generation_config.json"
-    if generation.is_file():
+    generation = folder and folder / "generation_config.json"
+    if generation and generation.is_file():
         ids.update(_as_ids(read_config(generation).get("eos_token_id")))
     return tuple(sorted(ids))
 

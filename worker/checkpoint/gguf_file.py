@@ -149,7 +149,8 @@ class GgufCheckpoint:
 def _open(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        # The reader runs off the end of a file that was cut short.
         raise ModelError(f"cannot read {path} as GGUF: {error}") from error
 
 
