@@ -10,7 +10,7 @@ from gateway.config import GatewayConfig, load_config
 from gateway.server import serve
 from shared.logs import LogFormat, configure_logging
 
-EXIT_FAILURE = 1
+EXIT_FAILURE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

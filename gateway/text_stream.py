@@ -72,13 +72,18 @@ class TextStream:
         if not text:
             return None
         self._num_shown_chars += len(text)
-        return self._take(text, bisect_right(self._ends, self._num_shown_chars))
+        if self._ends[-1] == self._num_shown_chars:
+            # Nothing is held back, as for nearly every token.
+            return self._take_all(text)
+        count = bisect_right(self._ends, self._num_shown_chars)
+        token_ids = self._unshown[:count]
+        del self._unshown[:count], self._ends[:count]
+        return TextPiece(text, token_ids)
 
     def _last_piece(self, shown: list[str]) -> TextPiece | None:
         text = "".join(shown)
-        return self._take(text, len(self._unshown)) if text else None
+        return self._take_all(text) if text else None
 
-    def _take(self, text: str, count: int) -> TextPiece:
-        token_ids = self._unshown[:count]
-        del self._unshown[:count], self._ends[:count]
+    def _take_all(self, text: str) -> TextPiece:
+        token_ids, self._unshown, self._ends = self._unshown, [], []
         return TextPiece(text, token_ids)

@@ -32,7 +32,8 @@ class LinkTimes:
     # Calls that a healthy worker answers at once.
     call_timeout_s: float = 5.0
     first_retry_s: float = 0.05
-    max_retry_s: float = 1.0
+    # Short, because an attempt costs next to nothing and a worker may be back any moment.
+    max_retry_s: float = 0.25
     ping_interval_s: float = 2.0
     # Without a sign of the worker until it counts as lost.
     silence_limit_s: float = 10.0
@@ -92,6 +93,8 @@ class WorkerLink:
                 try:
                     await self._connect_and_serve(self._stub)
                 except ExceptionGroup as group:
+                    if _is_cancelled():
+                        raise asyncio.CancelledError from group
                     self._complain(_first(group))
                 await asyncio.sleep(self._backoff.next_s())
 
@@ -228,6 +231,17 @@ class WorkerLink:
             reason=reason,
             exc_info=None if is_expected else error,
         )
+
+
+def _is_cancelled() -> bool:
+    """Whether this task was told to end.
+
+    A TaskGroup before Python 3.13 raises its children's errors and forgets a cancellation
+    that came while it waited for them: without this look, a worker that goes away in the
+    moment of the shutdown would leave the link running for ever.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _first(group: ExceptionGroup[Exception]) -> BaseException:
