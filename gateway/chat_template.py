@@ -25,6 +25,16 @@ _CONTINUE_MARK = "TANDEM-CONTINUES-HERE "
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_NAMES = {"messages", "tools", "add_generation_prompt"}
 
+# What plain Python raises for a template's mistakes; memory and system errors are not its.
+_TEMPLATE_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
 
 class TemplateRefusedError(Exception):
     """The template raised, or cannot be rendered with these variables."""
@@ -85,7 +95,7 @@ class ChatTemplate:
             text = self._run(self._templates[name], context)
         except jinja2.TemplateError as error:
             raise TemplateRefusedError(error.message or type(error).__name__) from error
-        except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        except _TEMPLATE_FAULTS as error:
             raise TemplateRefusedError(f"{type(error).__name__}: {error}") from error
         return _cut_at_mark(text, last_content) if continue_final_message else text
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from gateway.router import Router
 from gateway.service import InferenceService, ServiceLimits
 from gateway.tokenizer import TemplateLimits
 from gateway.tokenizer_store import TokenizerStore
-from gateway.worker_link import LinkTimes, WorkerLink
+from gateway.worker_link import LinkEvents, LinkTimes, WorkerLink
 from shared.grpc_options import channel_options, server_options
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
@@ -80,7 +80,8 @@ async def running_gateway(config: GatewayConfig) -> AsyncIterator[RunningGateway
         ThreadPoolExecutor(config.tokenizer_threads, "tokenizer") as executor,
         metrics_exporter(registry, config.metrics_host, config.metrics_port),
     ):
-        router = _router(config, executor, on_change=changed.set, on_loss=metrics.worker_losses.inc)
+        events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
+        router = _router(config, executor, events)
         metrics.workers_ready.set_function(lambda: router.num_ready)
         service = _service(config, router, executor, live_requests, metrics)
         server = _server(config)
@@ -111,13 +112,7 @@ async def _report_readiness(router: Router, readiness: Readiness, changed: async
             await readiness.set_not_serving()
 
 
-def _router(
-    config: GatewayConfig,
-    executor: ThreadPoolExecutor,
-    *,
-    on_change: Callable[[], None],
-    on_loss: Callable[[], None],
-) -> Router:
+def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents) -> Router:
     limits = TemplateLimits(max_chars=config.max_prompt_bytes, max_seconds=config.template_limit_s)
     tokenizers = TokenizerStore(executor, limits)
     times = LinkTimes(
@@ -137,8 +132,7 @@ def _router(
                 options=options,
                 times=times,
                 breaker=Breaker(config.breaker_threshold, config.breaker_cool_down_s),
-                on_change=on_change,
-                on_loss=on_loss,
+                events=events,
             )
             for address in config.workers
         ]

@@ -39,6 +39,18 @@ class LinkTimes:
     silence_limit_s: float = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class LinkEvents:
+    """Whom a link tells what."""
+
+    # It became ready, or ceased to be.
+    on_change: Callable[[], None]
+    # It was ready and broke.
+    on_loss: Callable[[], None]
+    # Seconds that a step's output took to come here; once for each.
+    on_lag: Callable[[float], None]
+
+
 class WorkerLink:
     """One worker: whether it can take requests, and the way to send it some."""
 
@@ -50,16 +62,14 @@ class WorkerLink:
         options: GrpcOptions,
         times: LinkTimes,
         breaker: Breaker,
-        on_change: Callable[[], None],
-        on_loss: Callable[[], None],
+        events: LinkEvents,
     ) -> None:
         self.address = address
         self._tokenizers = tokenizers
         self._options = options
         self._times = times
         self._breaker = breaker
-        self._on_change = on_change
-        self._on_loss = on_loss
+        self._events = events
         self._backoff = Backoff(times.first_retry_s, times.max_retry_s)
         self._stub: pb_grpc.WorkerServiceStub | None = None
         self._session: WorkerSession | None = None
@@ -161,6 +171,7 @@ class WorkerLink:
             ping_interval_s=self._times.ping_interval_s,
             silence_limit_s=self._times.silence_limit_s,
             on_load=self._take_load,
+            on_lag=self._events.on_lag,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -170,8 +181,8 @@ class WorkerLink:
             if self._session is not None:
                 self._session = None
                 self._breaker.record_fault(asyncio.get_running_loop().time())
-                self._on_loss()
-                self._on_change()
+                self._events.on_loss()
+                self._events.on_change()
 
     async def _get_ready(self, stub: pb_grpc.WorkerServiceStub, session: WorkerSession) -> None:
         # The model is asked for on an open stream: whoever answers is whom the stream is with.
@@ -188,7 +199,7 @@ class WorkerLink:
         self._session = session
         self._backoff.reset()
         self._last_complaint = ""
-        self._on_change()
+        self._events.on_change()
         _log.info("worker ready", worker=self.address, model=info.name, device=info.device)
 
     async def _fetch_tokenizer(
@@ -209,7 +220,7 @@ class WorkerLink:
         changed = load.ready != self._load.ready
         self._load = load
         if changed:
-            self._on_change()
+            self._events.on_change()
 
     def _judge(self, channel: RequestChannel) -> None:
         """A client's error says nothing of the worker."""

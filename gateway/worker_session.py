@@ -5,6 +5,7 @@ once would end the call), one makes sure that the other side is alive.
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
@@ -34,12 +35,15 @@ class WorkerSession:
         ping_interval_s: float,
         silence_limit_s: float,
         on_load: Callable[[pb.GetLoadResponse], None],
+        on_lag: Callable[[float], None],
     ) -> None:
         self._address = address
         self._call = call
         self._ping_interval_s = ping_interval_s
         self._silence_limit_s = silence_limit_s
         self._on_load = on_load
+        # Seconds from a step's commit to its arrival here, by the two machines' clocks.
+        self._on_lag = on_lag
         self._channels: dict[int, RequestChannel] = {}
         self._last_handle = 0
         # Bounded by the requests that live: a submit and an abort for each.
@@ -164,6 +168,8 @@ class WorkerSession:
             self._end(finished.handle, _finished(finished))
         for failed in output.failed:
             self._end(failed.handle, _error(failed.failure))
+        if output.committed_unix_us:
+            self._on_lag(max(0.0, time.time() - 1e-6 * output.committed_unix_us))
 
     def _end(self, handle: int, end: WorkerFinished | ServingError) -> None:
         channel = self._channels.pop(handle, None)

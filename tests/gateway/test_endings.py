@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from gateway.stream_writer import deadline, stream_writer
+from gateway.tokenizer import TextTokenizer
 from shared.errors import DeadlineExceededError, QueueFullError
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.gateway.client import collect, text
@@ -170,6 +171,31 @@ async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(
         answer = await collect(call)
     assert answer.token_ids == list(range(1000, 3000))
     assert answer.finished.usage.completion_tokens == 2000
+
+
+async def test_a_client_that_never_reads_is_cut_off_and_its_request_ends(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+) -> None:
+    (newline_and_80_spaces,) = smollm2.encode("\n" + " " * 80, add_special_tokens=False)
+    async with (
+        make_worker(echoes=False, max_context=1 << 21) as worker,
+        start_gateway(worker, slow_reader_limit_s=0.2) as gateway,
+    ):
+        call = gateway.stream(text("x", max_tokens=1 << 20))
+        request = await worker.request()
+        request.start()
+        # 25 MB of text: more than every buffer on the way holds.
+        for _ in range(300):
+            request.send_tokens([newline_and_80_spaces] * 1024)
+        await worker.until(lambda: request.abort_reply is False)
+        await gateway.until_idle()
+        other = gateway.stream(text("x"))
+        (await worker.request(1)).finish()
+        await collect(other)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.RESOURCE_EXHAUSTED
+        assert "not read for 0.2 s" in (caught.value.details() or "")
 
 
 class StuckContext:
