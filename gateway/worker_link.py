@@ -103,8 +103,6 @@ class WorkerLink:
                 try:
                     await self._connect_and_serve(self._stub)
                 except ExceptionGroup as group:
-                    if _is_cancelled():
-                        raise asyncio.CancelledError from group
                     self._complain(_first(group))
                 await asyncio.sleep(self._backoff.next_s())
 
@@ -242,17 +240,6 @@ class WorkerLink:
             reason=reason,
             exc_info=None if is_expected else error,
         )
-
-
-def _is_cancelled() -> bool:
-    """Whether this task was told to end.
-
-    A TaskGroup before Python 3.13 raises its children's errors and forgets a cancellation
-    that came while it waited for them: without this look, a worker that goes away in the
-    moment of the shutdown would leave the link running for ever.
-    """
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _first(group: ExceptionGroup[Exception]) -> BaseException:

@@ -18,9 +18,16 @@ class TaskSet:
     A task that fails is logged and told to `on_error`; it never takes others with it.
     """
 
-    def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_error: Callable[[BaseException], None] | None = None,
+        *,
+        cancel_again_s: float = 5.0,
+    ) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._on_error = on_error
+        # Longer than any `finally` of ours takes.
+        self._cancel_again_s = cancel_again_s
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -37,7 +44,9 @@ class TaskSet:
         while tasks := [task for task in self._tasks if task is not mine]:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            # Again for whoever has not heard it: before Python 3.13 a TaskGroup raises its
+            # children's errors and forgets a cancellation that came at the same time.
+            await asyncio.wait(tasks, timeout=self._cancel_again_s)
 
     async def join(self, timeout_s: float | None = None) -> bool:
         """Waits for the tasks to end by themselves; False when time ran out first."""

@@ -1,6 +1,7 @@
 """Tasks have an owner: none is lost, none outlives it."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
@@ -25,6 +26,19 @@ async def test_leaving_the_block_cancels_every_task_and_waits_for_its_finally() 
         assert len(tasks) == 2
     assert sorted(ended) == ["a", "b"]
     assert len(tasks) == 0
+
+
+async def test_a_task_that_missed_its_cancellation_is_cancelled_again() -> None:
+    async def deaf_at_first() -> None:
+        # As a TaskGroup is when a child fails in the moment of the cancellation.
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    async with TaskSet(cancel_again_s=0.01) as tasks:
+        task = tasks.start(deaf_at_first(), name="deaf")
+        await asyncio.sleep(0)
+    assert task.cancelled()
 
 
 async def test_a_failing_task_is_told_of_and_leaves_the_others_alone() -> None:
