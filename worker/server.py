@@ -17,7 +17,6 @@ from shared.interceptors import server_interceptors
 from shared.metrics import WorkerMetrics, metrics_exporter, register_load
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc
 from shared.reflection import enable_reflection
-from shared.reflection import enable_reflection
 from shared.tasks import TaskSet
 from shared.version import tandem_version
 from worker.config import WorkerConfig
