@@ -97,8 +97,8 @@ class WorkerMetrics:
             ["code"],
             registry=registry,
         )
-        self.engine_restarts = Counter(
-            "tandem_engine_restarts", "Engine processes lost and replaced.", registry=registry
+        self.engine_losses = Counter(
+            "tandem_engine_losses", "Engine processes that died.", registry=registry
         )
         self.links = Gauge("tandem_links", "Gateways connected.", registry=registry)
         self.queue_time = Histogram(

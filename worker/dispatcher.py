@@ -196,8 +196,8 @@ class Dispatcher:
 
     def on_engine_lost(self, reason: str) -> None:
         self._ready, self._load, self._silent_s = None, Load(), 0.0
-        error = EngineError("the engine process died, and this request with it")
-        self.fail_live(error)
+        self._metrics.engine_losses.inc()
+        self.fail_live(EngineError("the engine process died, and this request with it"))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(UnavailableError("the engine process died"))
