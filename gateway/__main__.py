@@ -10,7 +10,8 @@ from gateway.config import GatewayConfig, load_config
 from gateway.server import serve
 from shared.logs import LogFormat, configure_logging
 
-EXIT_FAILURE = 2
+# As a worker that cannot listen.
+EXIT_CANNOT_LISTEN = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def run(config: GatewayConfig) -> int:
             runner.run(serve(config))
     except OSError as error:
         print(f"tandem gateway: {error}", file=sys.stderr)
-        return EXIT_FAILURE
+        return EXIT_CANNOT_LISTEN
     return 0
 
 

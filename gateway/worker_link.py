@@ -19,6 +19,7 @@ from shared.grpc_options import GrpcOptions
 from shared.interceptors import error_from_rpc
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
+from shared.tasks import TaskSet
 
 _log = structlog.get_logger(__name__)
 
@@ -99,12 +100,13 @@ class WorkerLink:
         """Keeps the link up for as long as it is not cancelled."""
         async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
             self._stub = pb_grpc.WorkerServiceStub(channel)
-            while True:
-                try:
-                    await self._connect_and_serve(self._stub)
-                except ExceptionGroup as group:
-                    self._complain(_first(group))
-                await asyncio.sleep(self._backoff.next_s())
+            async with TaskSet() as attempts:
+                while True:
+                    # A task of its own: a TaskGroup that is ending may swallow the
+                    # cancellation of the task that it is in, which must not be this one.
+                    attempt = attempts.start(self._attempt(), name=f"attempt {self.address}")
+                    await asyncio.wait({attempt})
+                    await asyncio.sleep(self._backoff.next_s())
 
     @contextmanager
     def open(self, submission: Submission) -> Iterator[RequestChannel]:
@@ -160,6 +162,13 @@ class WorkerLink:
             _log.warning("abort failed", worker=self.address, error=error.details())
             return set()
         return set(answer.aborted_request_ids)
+
+    async def _attempt(self) -> None:
+        assert self._stub is not None
+        try:
+            await self._connect_and_serve(self._stub)
+        except ExceptionGroup as group:
+            self._complain(_first(group))
 
     async def _connect_and_serve(self, stub: pb_grpc.WorkerServiceStub) -> None:
         call: RunCall = stub.Run()

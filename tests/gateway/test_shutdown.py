@@ -79,6 +79,18 @@ async def test_what_lives_at_the_end_of_the_grace_is_unavailable(make_worker: Ma
                 await task
 
 
+async def test_a_worker_lost_in_the_moment_of_the_shutdown_holds_nothing_up(
+    make_worker: MakeWorker,
+) -> None:
+    for _ in range(5):
+        async with make_worker() as worker, asyncio.timeout(10):
+            config = GatewayConfig(listen="127.0.0.1:0", workers=(worker.address,), drain_grace_s=0)
+            async with running_gateway(config) as running:
+                async with GatewayUnderTest(running) as gateway:
+                    await gateway.until_ready(1)
+                await worker.crash()
+
+
 async def process(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gateway", *arguments, stderr=asyncio.subprocess.PIPE
@@ -101,7 +113,7 @@ async def test_a_taken_port_is_one_line_and_a_failure(make_worker: MakeWorker) -
         gateway = await process("--listen", worker.address)
         async with asyncio.timeout(20):
             _, stderr = await gateway.communicate()
-        assert gateway.returncode == 1
+        assert gateway.returncode == 2
         assert f"cannot listen on {worker.address}" in stderr.decode()
         assert "Traceback" not in stderr.decode()
         with pytest.raises(AddressInUseError):
