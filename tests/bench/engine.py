@@ -97,6 +97,8 @@ def _measure_standard(engine: Engine, *, overlap: bool) -> dict[str, object]:
     run = run_offline(engine, standard_workload(0), overlap=overlap)
     assert run.num_failed == 0
     print(f"standard workload, overlap {'on' if overlap else 'off'}: {_summary(run)}", flush=True)
+    for low, high in ((1, 15), (16, 63), (64, 127), (128, 191), (192, 256)):
+        _describe_range(run, low, high)
     steps = run.times.decode_steps(225, 256)
     return {
         f"{name}tokens_per_s": round(run.num_tokens / run.seconds),
@@ -106,6 +108,20 @@ def _measure_standard(engine: Engine, *, overlap: bool) -> dict[str, object]:
         f"{name}launch_p50_ms": round(run.times.launch_ms(steps), 3),
         f"{name}step_p50_ms": round(run.times.interval_ms(steps), 3),
     }
+
+
+def _describe_range(run: Run, low: int, high: int) -> None:
+    """Where the time goes: a line fitted through time against tokens read."""
+    times = run.times
+    steps = times.decode_steps(low, high)
+    if len(steps) < 3:
+        return
+    seconds = [times.finished_at[i] - times.finished_at[i - 1] for i in steps]
+    slope, offset = np.polyfit([times.num_cached[i] for i in steps], seconds, 1)
+    print(
+        f"  {low:3}-{high} rows: {len(steps)} steps, {sum(seconds):.3f} s, "
+        f"{1e3 * offset:.2f} ms + {1e9 * slope:.2f} ns a token in the KV"
+    )
 
 
 def _summary(run: Run) -> str:

@@ -16,10 +16,11 @@ from worker.step import Engine, EngineInfo, Int32Array, StepHandle, StepPlan, St
 
 @dataclass(slots=True)
 class StepTimes:
-    """Of each step in order: its rows, and seconds of host work and of the device."""
+    """Of each step in order: rows, tokens read from the KV, seconds of host and device."""
 
     num_rows: list[int] = field(default_factory=list)
     is_decode: list[bool] = field(default_factory=list)
+    num_cached: list[int] = field(default_factory=list)
     plan_s: list[float] = field(default_factory=list)
     launch_s: list[float] = field(default_factory=list)
     commit_s: list[float] = field(default_factory=list)
@@ -81,6 +82,7 @@ class TimedScheduler(Scheduler):
             self.times.plan_s.append(time.perf_counter() - begin)
             self.times.num_rows.append(plan.num_rows)
             self.times.is_decode.append(plan.num_rows == plan.num_decode)
+            self.times.num_cached.append(int(plan.cached_lens.sum()))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:

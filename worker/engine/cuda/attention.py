@@ -49,10 +49,12 @@ class DecodeAttend:
     """Attention of a step (or the first rows of a step) in which each row has one token."""
 
     def __init__(self, ops: CudaOps, pages: KVPages, work: DecodeWork, step: StepRows) -> None:
+        """Queues the cutting of the rows' KV into chunks."""
         self._ops = ops
         self._pages = pages
         self._work = work
-        self._step = step
+        self._page_table = step.page_table
+        work.plan(step.rows, step.cached_lens)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -69,9 +71,7 @@ class DecodeAttend:
             kv[:, num_kv_heads:].flatten(1),
             k_pages=self._pages.keys[layer],
             v_pages=self._pages.values[layer],
-            page_table=self._step.page_table,
-            rows=self._step.rows,
-            cached_lens=self._step.cached_lens,
+            page_table=self._page_table,
             rotary=rotary,
         )
 

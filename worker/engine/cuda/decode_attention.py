@@ -15,9 +15,17 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from worker.engine.cuda.launch import dependent_launch
 
 # log2(e): the softmax is computed with exp2, which is one instruction.
 _LOG2E = 1.4426950408889634
+# Words of a chunk's line: batch index (-1: no such chunk), row of the page table, length of
+# the row, begin and end of the chunk, the row's first chunk and number of chunks.
+_ITEM_WORDS = 8
+# Chunks are cut at multiples of this many tokens.
+_TILE = 64
 # tl.dot needs 16 rows; a group of query heads is padded to that.
 _GROUP_ROWS = 16
 
@@ -52,11 +60,12 @@ class DecodeWork:
 
     def __init__(self, shape: DecodeShape, max_batch: int, device: torch.device) -> None:
         self.shape = shape
+        # How many chunks a batch is cut into beyond one for each row: each is worked on once
+        # per kv head, and 1024 programs are about two waves on 132 multiprocessors.
+        self._target_chunks = max(1, 1024 // shape.num_kv_heads)
         max_items = self.num_items(max_batch)
-        self.item_rows = torch.zeros(max_items, dtype=torch.int32, device=device)
-        self.first_items = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        # [total items, chunk length]
-        self.totals = torch.zeros(2, dtype=torch.int32, device=device)
+        # One line for each chunk, all that a program must know of it in one load; see _ITEM_*.
+        self.items = torch.zeros(max_items, _ITEM_WORDS, dtype=torch.int32, device=device)
         heads, head_dim = shape.num_q_heads, shape.head_dim
         self.partial_out = torch.empty(max_items, heads, head_dim, device=device)
         self.partial_max = torch.empty(max_items, heads, device=device)
@@ -66,29 +75,33 @@ class DecodeWork:
 
     def num_items(self, batch: int) -> int:
         """The most chunks that a batch can be cut into, whatever its lengths."""
-        return batch + self._target_chunks(batch)
+        return batch + self._target_chunks
 
-    def plan(self, cached_lens: torch.Tensor) -> None:
-        """Cuts the rows' cached tokens into chunks; `cached_lens` is [batch] int32."""
+    def plan(self, rows: torch.Tensor, cached_lens: torch.Tensor) -> None:
+        """Cuts the rows' cached tokens into chunks; both are [batch] int32."""
         batch = len(cached_lens)
         _plan_kernel[(1,)](
+            self.items,
+            rows,
             cached_lens,
-            self.item_rows,
-            self.first_items,
-            self.totals,
             batch,
-            self._target_chunks(batch),
+            self._target_chunks,
+            self.num_items(batch),
             BLOCK_B=triton.next_power_of_2(batch),
+            ITEM_WORDS=_ITEM_WORDS,
+            TILE=_TILE,
             num_warps=4,
         )
 
-    def _target_chunks(self, batch: int) -> int:
-        """How many chunks a batch is cut into beyond one for each row.
 
-        Enough for about two waves on the device's multiprocessors, each chunk being worked
-        on once per kv head; at large batches two a row, so that long rows do not end last.
-        """
-        return max(2 * batch, 512 // self.shape.num_kv_heads)
+def _tile(batch: int) -> tuple[int, int, int]:
+    """Tokens of a tile, warps and pipeline stages, as measured for Qwen3-0.6B on an H200.
+
+    Small tiles start sooner, which is what counts while the device is not full.
+    """
+    if batch >= 128:
+        return 128, 4, 3
+    return (64, 2, 3) if batch >= 32 else (32, 2, 4)
 
 
 def decode_attention(
@@ -101,12 +114,7 @@ def decode_attention(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
-    rows: torch.Tensor,
-    cached_lens: torch.Tensor,
     rotary: Rotary | None,
-    block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 2,
 ) -> None:
     """Writes K and V of each row's new token to its page and attends over all its tokens.
 
@@ -117,6 +125,7 @@ def decode_attention(
     shape = work.shape
     has_norm = rotary is not None and rotary.q_norm is not None
     cos_sin = rotary.cos_sin if rotary is not None else q
+    block_n, num_warps, num_stages = _tile(q.shape[0])
     _decode_kernel[(shape.num_kv_heads, work.num_items(q.shape[0]))](
         out,
         q,
@@ -125,14 +134,10 @@ def decode_attention(
         k_pages,
         v_pages,
         page_table,
-        rows,
-        cached_lens,
         cos_sin,
         rotary.q_norm if rotary is not None and has_norm else q,
         rotary.k_norm if rotary is not None and has_norm else q,
-        work.item_rows,
-        work.first_items,
-        work.totals,
+        work.items,
         work.partial_out,
         work.partial_max,
         work.partial_sum,
@@ -153,29 +158,51 @@ def decode_attention(
         GROUP_ROWS=_GROUP_ROWS,
         BLOCK_N=block_n,
         COMBINED=16,
+        ITEM_WORDS=_ITEM_WORDS,
+        TILE=_TILE,
         num_warps=num_warps,
         num_stages=num_stages,
+        **dependent_launch(),
     )
 
 
-@triton.jit(do_not_specialize=["batch", "target"])
+@triton.jit(do_not_specialize=["batch", "target", "max_items"])
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    cached_lens, item_rows, first_items, totals, batch, target, BLOCK_B: tl.constexpr
+    items,
+    rows,
+    cached_lens,
+    batch,
+    target,
+    max_items,
+    BLOCK_B: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     b = tl.arange(0, BLOCK_B)
     mask = b < batch
     lens = tl.load(cached_lens + b, mask=mask, other=0)
-    # The sum of ceil(len / chunk) is then at most batch + target. 64 is the attention's tile.
-    chunk = tl.cdiv(tl.cdiv(tl.sum(lens, 0), target), 64) * 64
-    chunk = tl.maximum(chunk, 64)
+    row = tl.load(rows + b, mask=mask, other=0)
+    # The sum of ceil(len / chunk) is then at most batch + target.
+    chunk = tl.cdiv(tl.cdiv(tl.sum(lens, 0), target), TILE) * TILE
+    chunk = tl.maximum(chunk, TILE)
     # A row without cached tokens still has one chunk, which holds its new token.
     counts = tl.where(mask, tl.maximum(tl.cdiv(lens, chunk), 1), 0)
     first = tl.cumsum(counts, 0) - counts
-    tl.store(first_items + b, first, mask=mask)
+    # A row's chunks are of one size, so that none ends long after the others.
+    size = tl.cdiv(tl.cdiv(lens, tl.maximum(counts, 1)), TILE) * TILE
     for i in range(tl.max(counts, 0)):
-        tl.store(item_rows + first + i, b, mask=i < counts)
-    tl.store(totals, tl.sum(counts, 0))
-    tl.store(totals + 1, chunk)
+        line = items + (first + i) * ITEM_WORDS
+        exists = i < counts
+        tl.store(line, b, mask=exists)
+        tl.store(line + 1, row, mask=exists)
+        tl.store(line + 2, lens, mask=exists)
+        tl.store(line + 3, tl.minimum(i * size, lens), mask=exists)
+        tl.store(line + 4, tl.minimum((i + 1) * size, lens), mask=exists)
+        tl.store(line + 5, first, mask=exists)
+        tl.store(line + 6, counts, mask=exists)
+    unused = tl.sum(counts, 0) + b
+    for start in range(0, max_items, BLOCK_B):
+        tl.store(items + (unused + start) * ITEM_WORDS, -1, mask=unused + start < max_items)
 
 
 @triton.jit
@@ -187,14 +214,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     k_pages,
     v_pages,
     page_table,
-    rows,
-    cached_lens,
     cos_sin,
     q_norm,
     k_norm,
-    item_rows,
-    first_items,
-    totals,
+    items,
     partial_out,
     partial_max,
     partial_sum,
@@ -215,21 +238,27 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     GROUP_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMBINED: tl.constexpr,
+    ITEM_WORDS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     item = tl.program_id(1)
-    total = tl.load(totals)
-    if item >= total:
+    line = items + item * ITEM_WORDS
+    b = tl.load(line)
+    row = tl.load(line + 1)
+    cached_len = tl.load(line + 2)
+    begin = tl.load(line + 3)
+    end = tl.load(line + 4)
+    first = tl.load(line + 5)
+    num_chunks = tl.load(line + 6)
+    if b < 0:
         return
-    chunk = tl.load(totals + 1)
-    b = tl.load(item_rows + item)
-    first = tl.load(first_items + b)
-    cached_len = tl.load(cached_lens + b)
-    table = page_table + tl.load(rows + b).to(tl.int64) * page_table_stride
-    num_chunks = tl.maximum(tl.cdiv(cached_len, chunk), 1)
-    begin = (item - first) * chunk
-    end = tl.minimum(begin + chunk, cached_len)
-    is_last_chunk = (item - first) == num_chunks - 1
+    table = page_table + row.to(tl.int64) * page_table_stride
+    is_last_chunk = item - first == num_chunks - 1
 
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2

@@ -218,7 +218,6 @@ class CudaEngine:
         block = self._block(batch)
         step = StepRows(block[ROWS, :batch], block[CACHED_LENS, :batch], self._page_table)
         token_ids = self._token_pool.index_select(0, step.rows)
-        self._work.plan(step.cached_lens)
         attend = DecodeAttend(self._ops, self._pages, self._work, step)
         hidden = self._model(token_ids, step.cached_lens, attend)
         self._sample(hidden, block, batch)
@@ -267,7 +266,6 @@ class CudaEngine:
     def _decode_part(self, rows: torch.Tensor, cached_lens: torch.Tensor) -> DecodeAttend | None:
         if len(rows) == 0:
             return None
-        self._work.plan(cached_lens)
         step = StepRows(rows, cached_lens, self._page_table)
         return DecodeAttend(self._ops, self._pages, self._work, step)
 

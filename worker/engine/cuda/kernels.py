@@ -7,8 +7,10 @@ compiles each with nvcc at first use (35 s for the norms); these take a second t
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from worker.engine.cuda.decode_attention import DecodeShape, Rotary
+from worker.engine.cuda.launch import dependent_launch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,7 +36,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        out, gate_up, size, gate_up.stride(0), BLOCK=block, num_warps=4
+        out, gate_up, size, gate_up.stride(0), BLOCK=block, num_warps=4, **dependent_launch()
     )
     return out
 
@@ -107,29 +109,45 @@ def _launch_norm(
         ADD=add,
         BLOCK=triton.next_power_of_2(hidden),
         num_warps=4 if hidden <= 4096 else 8,
+        **dependent_launch(),
     )
 
 
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    out, x, residual, weight, x_stride, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    x,
+    residual,
+    weight,
+    x_stride,
+    hidden,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < hidden
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(residual + row * hidden + column, value.to(out.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
-    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * hidden + column, (value * scale * gain).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
 def _silu_mul_kernel(  # type: ignore[no-untyped-def]
-    out, gate_up, size, stride, BLOCK: tl.constexpr
+    out, gate_up, size, stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from worker.engine.cuda import kernels
 from worker.engine.cuda.decode_attention import Rotary
+from worker.engine.cuda.linear import MOST_COLUMNS, MOST_ROWS, small_linear
 from worker.models.ops import Rotation
 
 
@@ -35,6 +36,8 @@ class CudaOps:
         return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.shape[0] <= MOST_ROWS and weight.shape[0] <= MOST_COLUMNS:
+            return small_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,9 +1,10 @@
 """Draws one token for each row on the device: exact, seeded, and blind to its batch mates.
 
 A draw is the argmax of logit / temperature + Gumbel noise (the Gumbel-max trick, so no
-softmax and no sort), and the noise is a hash of (seed, position, token id). Top-k, top-p
-and min-p become one lowest admitted logit per row. Logits are bfloat16, so that bound is
-found exactly by bisecting 16 bits.
+softmax and no sort), and the noise is a hash of (seed, position, token id), the same as
+the reference sampler's. Top-k, top-p and min-p become one lowest admitted logit per row.
+Logits are bfloat16, of which there are only 65536, so that bound is found exactly by
+counting how often each occurs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from triton.language.extra.cuda import libdevice
 
 # Token id that stands for a row whose logits were not finite.
 FAULTY = -1
+# Tokens of a program.
 _SPLIT = 16384
+_NUM_KEYS = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Sampler:
         self._best = torch.empty(shape, dtype=torch.float32, device=device)
         self._best_ids = torch.empty(shape, dtype=torch.int32, device=device)
         self._bounds = torch.empty(max_rows, dtype=torch.float32, device=device)
+        # How often each logit occurs in a row that filters; left zero by who reads it.
+        self._counts = torch.zeros(max_rows, _NUM_KEYS, dtype=torch.int32, device=device)
 
     def sample(
         self,
@@ -61,19 +66,7 @@ class Sampler:
         """
         num_rows = logits.shape[0]
         bits = logits.view(torch.int16)
-        _bound_kernel[(num_rows,)](
-            bits,
-            self._bounds,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.is_greedy,
-            self._vocab_size,
-            bits.stride(0),
-            BLOCK=8192,
-            num_warps=16,
-        )
+        self._find_bounds(bits, params)
         _draw_kernel[(self._num_splits, num_rows)](
             bits,
             self._bounds,
@@ -102,6 +95,32 @@ class Sampler:
             num_warps=1,
         )
 
+    def _find_bounds(self, bits: torch.Tensor, params: RowParams) -> None:
+        """Fills the bounds; a row that filters nothing costs next to nothing."""
+        filters = (params.top_k, params.top_p, params.min_p, params.is_greedy)
+        num_rows = bits.shape[0]
+        _count_kernel[(self._num_splits, num_rows)](
+            bits,
+            self._counts,
+            *filters,
+            self._vocab_size,
+            bits.stride(0),
+            SPLIT=_SPLIT,
+            BLOCK=2048,
+            NUM_KEYS=_NUM_KEYS,
+            num_warps=8,
+        )
+        _bound_kernel[(num_rows,)](
+            self._counts,
+            self._bounds,
+            params.temperature,
+            *filters,
+            self._vocab_size,
+            BLOCK=4096,
+            NUM_KEYS=_NUM_KEYS,
+            num_warps=16,
+        )
+
 
 @triton.jit
 def _value(bits):  # type: ignore[no-untyped-def]
@@ -117,8 +136,49 @@ def _key(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _bound_kernel(  # type: ignore[no-untyped-def]
+def _value_of_key(key):  # type: ignore[no-untyped-def]
+    """The inverse of `_key`, as float32."""
+    word = tl.where(key >= 0x8000, key - 0x8000, 0xFFFF - key)
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _has_filter(row, top_k, top_p, min_p, is_greedy, vocab_size):  # type: ignore[no-untyped-def]
+    k = tl.load(top_k + row)
+    filters = ((k > 0) & (k < vocab_size)) | (tl.load(top_p + row) < 1.0)
+    return (filters | (tl.load(min_p + row) > 0.0)) & (tl.load(is_greedy + row) == 0)
+
+
+@triton.jit
+def _count_kernel(  # type: ignore[no-untyped-def]
     logits,
+    counts,
+    top_k,
+    top_p,
+    min_p,
+    is_greedy,
+    vocab_size,
+    stride,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+):
+    row = tl.program_id(1)
+    if not _has_filter(row, top_k, top_p, min_p, is_greedy, vocab_size):
+        return
+    base = logits + row.to(tl.int64) * stride
+    row_counts = counts + row.to(tl.int64) * NUM_KEYS
+    column = tl.program_id(0) * SPLIT + tl.arange(0, BLOCK)
+    for start in range(0, SPLIT, BLOCK):
+        token = column + start
+        mask = token < vocab_size
+        key = _key(tl.load(base + token, mask, 0))
+        tl.atomic_add(row_counts + key, 1, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _bound_kernel(  # type: ignore[no-untyped-def]
+    counts,
     bounds,
     temperature,
     top_k,
@@ -126,63 +186,65 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
     min_p,
     is_greedy,
     vocab_size,
-    stride,
     BLOCK: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    k = tl.load(top_k + row)
-    p = tl.load(top_p + row)
-    least = tl.load(min_p + row)
-    has_k = (k > 0) & (k < vocab_size)
-    if (tl.load(is_greedy + row) != 0) | ((not has_k) & (p >= 1.0) & (least <= 0.0)):
+    if not _has_filter(row, top_k, top_p, min_p, is_greedy, vocab_size):
         tl.store(bounds + row, float("-inf"))
         return
-    base = logits + row.to(tl.int64) * stride
-    column = tl.arange(0, BLOCK)
+    row_counts = counts + row.to(tl.int64) * NUM_KEYS
     inverse_temperature = tl.minimum(1.0 / tl.load(temperature + row), 1e30)
-    highest = float("-inf")
-    for start in range(0, vocab_size, BLOCK):
-        mask = start + column < vocab_size
-        x = tl.where(mask, _value(tl.load(base + start + column, mask, 0)), float("-inf"))
-        highest = tl.maximum(highest, tl.max(x, 0))
+    k = tl.load(top_k + row)
+    k = tl.where((k > 0) & (k < vocab_size), k, vocab_size)
+    # From the highest key down: the highest one that occurs, and the one that k tokens reach.
+    descending = NUM_KEYS - 1 - tl.arange(0, BLOCK)
+    seen = 0
+    top_key = 0
+    bound_key = 0
+    for start in range(0, NUM_KEYS, BLOCK):
+        key = descending - start
+        count = tl.load(row_counts + key)
+        before = seen + tl.cumsum(count, 0) - count
+        top_key = tl.maximum(top_key, tl.max(tl.where(count > 0, key, 0), 0))
+        # The last key at which fewer than k tokens lie above: the k-th token has this key.
+        is_reached = (count > 0) & (before < k)
+        bound_key = tl.where(
+            tl.max(is_reached.to(tl.int32), 0) > 0,
+            tl.min(tl.where(is_reached, key, NUM_KEYS), 0),
+            bound_key,
+        )
+        seen += tl.sum(count, 0)
+    highest = _value_of_key(top_key)
 
-    # The highest key that at least k tokens reach.
-    key_bound = 0
-    if has_k:
-        for i in range(16):
-            candidate = key_bound | (1 << (15 - i))
-            count = tl.zeros([BLOCK], tl.int32)
-            for start in range(0, vocab_size, BLOCK):
-                mask = start + column < vocab_size
-                key = _key(tl.load(base + start + column, mask, 0))
-                count += (mask & (key >= candidate)).to(tl.int32)
-            key_bound = tl.where(tl.sum(count, 0) >= k, candidate, key_bound)
-    # The highest key whose tokens and those above hold p of what top-k left.
-    if p < 1.0:
-        kept = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab_size, BLOCK):
-            mask = start + column < vocab_size
-            bits = tl.load(base + start + column, mask, 0)
-            weight = tl.exp((_value(bits) - highest) * inverse_temperature)
-            kept += tl.where(mask & (_key(bits) >= key_bound), weight, 0.0)
-        wanted = tl.sum(kept, 0) * p
-        p_bound = 0
-        for i in range(16):
-            candidate = p_bound | (1 << (15 - i))
-            mass = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, vocab_size, BLOCK):
-                mask = start + column < vocab_size
-                bits = tl.load(base + start + column, mask, 0)
-                weight = tl.exp((_value(bits) - highest) * inverse_temperature)
-                mass += tl.where(mask & (_key(bits) >= candidate), weight, 0.0)
-            p_bound = tl.where(tl.sum(mass, 0) >= wanted, candidate, p_bound)
-        key_bound = tl.maximum(key_bound, p_bound)
-    word = tl.where(key_bound >= 0x8000, key_bound - 0x8000, 0xFFFF - key_bound)
-    bound = (word << 16).to(tl.float32, bitcast=True)
-    bound = tl.where(key_bound == 0, float("-inf"), bound)
+    kept = 0.0
+    for start in range(0, NUM_KEYS, BLOCK):
+        key = descending - start
+        count = tl.load(row_counts + key)
+        occurs = (count > 0) & (key >= bound_key)
+        weight = tl.exp((_value_of_key(key) - highest) * inverse_temperature)
+        kept += tl.sum(tl.where(occurs, weight * count, 0.0), 0)
+    # Likewise the last key at which what lies above does not yet hold p of the rest.
+    wanted = kept * tl.load(top_p + row)
+    mass = 0.0
+    p_key = top_key
+    for start in range(0, NUM_KEYS, BLOCK):
+        key = descending - start
+        count = tl.load(row_counts + key)
+        occurs = (count > 0) & (key >= bound_key)
+        weight = tl.exp((_value_of_key(key) - highest) * inverse_temperature)
+        weight = tl.where(occurs, weight * count, 0.0)
+        before = mass + tl.cumsum(weight, 0) - weight
+        is_needed = occurs & (before < wanted)
+        p_key = tl.minimum(p_key, tl.min(tl.where(is_needed, key, NUM_KEYS), 0))
+        mass += tl.sum(weight, 0)
+        tl.store(row_counts + key, tl.zeros([BLOCK], tl.int32))
+    p_key = tl.where(tl.load(top_p + row) < 1.0, p_key, bound_key)
+    bound = _value_of_key(tl.maximum(p_key, bound_key))
+    least = tl.load(min_p + row)
     if least > 0.0:
         bound = tl.maximum(bound, highest + tl.log(least) / inverse_temperature)
-    # The likeliest token is always admitted; NaN logits leave no bound and are found later.
+    # The likeliest token is always admitted.
     tl.store(bounds + row, tl.where(bound <= highest, bound, highest))
 
 

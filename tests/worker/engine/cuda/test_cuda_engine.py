@@ -1,12 +1,14 @@
 """The CUDA engine under the real scheduler, against transformers in float32."""
 
+import copy
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from shared.types import SamplingParams
 from tests.bench.offline import Run, random_prompt, run_offline
@@ -26,8 +28,6 @@ from worker.engine.cuda.open import CudaOptions, open_cuda_engine  # noqa: E402
 
 OPTIONS = CudaOptions(max_rows=16, token_budget=256, kv_pages=512)
 CONFIG = SchedulerConfig(token_budget=256, max_running=16, check_integrity=True)
-# bfloat16 has 8 bits; three layers of it stay within this share of the logits' spread.
-TOLERANCE = 0.06
 
 
 def open_engine(folder: Path, options: CudaOptions = OPTIONS) -> CudaEngine:
@@ -51,18 +51,45 @@ def requests(count: int, *, temperature: float = 0.0, seed: int = 0) -> list[New
     ]
 
 
-def worst_gap(model: torch.nn.Module, asked: list[NewRequest], run: Run) -> float:
-    """How far below the best logit a greedy token lay, in standard deviations of the logits."""
-    worst = 0.0
-    for request in asked:
-        given = run.token_ids[request.uid]
-        assert len(given) == request.max_tokens
-        tokens = torch.tensor([*request.prompt_token_ids.tolist(), *given])
-        with torch.inference_mode():
-            logits = model(tokens[None]).logits[0, len(request.prompt_token_ids) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(given)[:, None])[:, 0]
-        worst = max(worst, float(((logits.amax(1) - chosen) / logits.std(1)).max()))
-    return worst
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """transformers' model of a checkpoint whose weights are bfloat16."""
+
+    exact: PreTrainedModel
+    # The same in bfloat16 arithmetic: how far rounding alone may lead.
+    rounded: PreTrainedModel
+
+    @classmethod
+    def write(cls, folder: Path, shape: Shape) -> "Reference":
+        rounded = write_checkpoint(folder, shape).to(torch.bfloat16)
+        rounded.save_pretrained(folder)
+        return cls(copy.deepcopy(rounded).float(), rounded)
+
+    def check(self, asked: list[NewRequest], run: Run) -> None:
+        """Greedy tokens may lie below the best logit only as far as rounding explains."""
+        ours, theirs = (torch.cat(gaps) for gaps in zip(*self._gaps(asked, run), strict=True))
+        print(
+            f"gaps: worst {ours.max():.4f} mean {ours.mean():.5f}, transformers' in bfloat16 "
+            f"{theirs.max():.4f} and {theirs.mean():.5f}, of {len(ours)} tokens"
+        )
+        assert ours.mean() < 2 * theirs.mean() + 0.002
+        assert ours.max() < 2 * theirs.max() + 0.05
+
+    def _gaps(self, asked: list[NewRequest], run: Run) -> Iterator[tuple[torch.Tensor, ...]]:
+        """For each request, in deviations of the logits: best logit minus chosen one."""
+        for request in asked:
+            given = run.token_ids[request.uid]
+            assert len(given) == request.max_tokens
+            tokens = torch.tensor([*request.prompt_token_ids.tolist(), *given])[None, :-1]
+            kept = slice(len(request.prompt_token_ids) - 1, None)
+            with torch.inference_mode():
+                logits = self.exact(tokens).logits[0, kept]
+                rounded = self.rounded(tokens).logits[0, kept].argmax(1)
+            chosen = (torch.tensor(given), rounded)
+            yield tuple(
+                (logits.amax(1) - logits.gather(1, one[:, None])[:, 0]) / logits.std(1)
+                for one in chosen
+            )
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +103,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CudaEngine]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, shape: Shape) -> None:
-    model = write_checkpoint(tmp_path, shape)
+    reference = Reference.write(tmp_path, shape)
     engine = open_engine(tmp_path)
     try:
         asked = requests(24)
         run = run_offline(engine, asked, config=CONFIG)
     finally:
         engine.close()
-    gap = worst_gap(model, asked, run)
-    print(f"{shape}: worst gap {gap:.4f}")
-    assert gap < TOLERANCE
+    reference.check(asked, run)
 
 
 def test_overlap_changes_no_token(engine: CudaEngine) -> None:
@@ -117,15 +142,15 @@ def test_graphs_change_no_token_where_the_batch_is_the_same(
 
 
 def test_preemption_and_a_full_pool_lose_nothing(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path, SHAPES[-2])
-    engine = open_engine(tmp_path, replace(OPTIONS, kv_pages=40))
+    reference = Reference.write(tmp_path, SHAPES[-2])
+    engine = open_engine(tmp_path, replace(OPTIONS, kv_pages=36))
     try:
         asked = requests(32)
         run = run_offline(engine, asked, config=CONFIG)
     finally:
         engine.close()
     assert run.load.preemptions > 0
-    assert worst_gap(model, asked, run) < TOLERANCE
+    reference.check(asked, run)
 
 
 def test_not_a_number_ends_its_own_request_alone(tmp_path: Path) -> None:
@@ -134,6 +159,8 @@ def test_not_a_number_ends_its_own_request_alone(tmp_path: Path) -> None:
     poisoned = VOCAB_SIZE - 1
     with torch.no_grad():
         model.get_input_embeddings().weight[poisoned] = float("nan")
+        # Nor may anybody sample it.
+        model.get_output_embeddings().weight[poisoned] = 0.0
     model.save_pretrained(tmp_path)
     engine = open_engine(tmp_path)
     try:
