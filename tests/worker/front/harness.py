@@ -245,6 +245,8 @@ async def running_worker(
                     await worker.wait_health(SERVING)
                 yield worker
             finally:
+                # Else the server would grant the calls left open its whole grace.
+                await channel.close()
                 stop.set()
                 await asyncio.wait((serving,), timeout=TIMEOUT_S)
     assert all(child.process.exitcode is not None for child in children)
