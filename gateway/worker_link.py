@@ -17,6 +17,7 @@ from gateway.worker_session import RunCall, WorkerSession
 from shared.errors import Code, ServingError, UnavailableError
 from shared.grpc_options import GrpcOptions
 from shared.interceptors import error_from_rpc
+from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
 from shared.tasks import TaskSet
@@ -75,7 +76,10 @@ class WorkerLink:
         self._stub: pb_grpc.WorkerServiceStub | None = None
         self._session: WorkerSession | None = None
         self._model: ServedModel | None = None
-        self._load = pb.GetLoadResponse(ready=True)
+        self._is_model_known = False
+        # As the worker told it last over the session's stream.
+        self._load = pb.GetLoadResponse()
+        self._load_changed = Notifier()
         self._last_complaint = ""
 
     @property
@@ -85,7 +89,7 @@ class WorkerLink:
 
     @property
     def is_ready(self) -> bool:
-        return self._session is not None and self._load.ready
+        return self._is_model_known and self._load.ready
 
     @property
     def num_live(self) -> int:
@@ -171,6 +175,7 @@ class WorkerLink:
             self._complain(_first(group))
 
     async def _connect_and_serve(self, stub: pb_grpc.WorkerServiceStub) -> None:
+        self._load = pb.GetLoadResponse()
         call: RunCall = stub.Run()
         session = WorkerSession(
             self.address,
@@ -183,17 +188,33 @@ class WorkerLink:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(session.run())
-                tasks.create_task(self._get_ready(stub, session))
+                tasks.create_task(self._follow(stub, session))
         finally:
+            self._is_model_known = False
             if self._session is not None:
                 self._session = None
                 self._breaker.record_fault(asyncio.get_running_loop().time())
                 self._events.on_loss()
                 self._events.on_change()
 
-    async def _get_ready(self, stub: pb_grpc.WorkerServiceStub, session: WorkerSession) -> None:
-        # The model is asked for on an open stream: whoever answers is whom the stream is with.
-        await session.answered.wait()
+    async def _follow(self, stub: pb_grpc.WorkerServiceStub, session: WorkerSession) -> None:
+        """Ready when the worker says so and its model is known; anew after each pause of its."""
+        while True:
+            await self._load_changed.until(lambda: self._load.ready)
+            # Asked for on an open stream: whoever answers is whom the stream is with.
+            self._model = model = await self._learn_model(stub)
+            self._session = session
+            self._is_model_known = True
+            self._backoff.reset()
+            self._last_complaint = ""
+            self._events.on_change()
+            _log.info("worker ready", worker=self.address, model=model.info.name)
+            await self._load_changed.until(lambda: not self._load.ready)
+            self._is_model_known = False
+            self._events.on_change()
+            _log.info("worker not ready", worker=self.address)
+
+    async def _learn_model(self, stub: pb_grpc.WorkerServiceStub) -> ServedModel:
         info = _model_info(
             await stub.GetModel(pb.GetModelRequest(), timeout=self._times.call_timeout_s)
         )
@@ -202,12 +223,7 @@ class WorkerLink:
             return await self._fetch_tokenizer(stub, info.tokenizer_sha256)
 
         tokenizer = await self._tokenizers.get(info.tokenizer_sha256, info.vocab_size, fetch)
-        self._model = ServedModel(info, tokenizer)
-        self._session = session
-        self._backoff.reset()
-        self._last_complaint = ""
-        self._events.on_change()
-        _log.info("worker ready", worker=self.address, model=info.name, device=info.device)
+        return ServedModel(info, tokenizer)
 
     async def _fetch_tokenizer(
         self, stub: pb_grpc.WorkerServiceStub, sha256: str
@@ -224,10 +240,10 @@ class WorkerLink:
         return fetched
 
     def _take_load(self, load: pb.GetLoadResponse) -> None:
-        changed = load.ready != self._load.ready
+        has_changed = load.ready != self._load.ready
         self._load = load
-        if changed:
-            self._events.on_change()
+        if has_changed:
+            self._load_changed.notify()
 
     def _judge(self, channel: RequestChannel) -> None:
         """A client's error says nothing of the worker."""

@@ -50,7 +50,6 @@ class WorkerSession:
         self._commands: deque[pb.RunRequest] = deque()
         self._has_commands = asyncio.Event()
         self._last_heard = 0.0
-        self.answered = asyncio.Event()
         self.is_lost = False
 
     @property
@@ -131,7 +130,6 @@ class WorkerSession:
             if not isinstance(response, pb.RunResponse):
                 raise UnavailableError(f"worker {self._address} closed the stream")
             self._last_heard = loop.time()
-            self.answered.set()
             self._take(response)
 
     def _take(self, response: pb.RunResponse) -> None:

@@ -187,6 +187,7 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
         outbox: asyncio.Queue[pb.RunResponse | None] = asyncio.Queue()
         self._outboxes.add(outbox)
         self.num_links += 1
+        outbox.put_nowait(pb.RunResponse(load=pb.GetLoadResponse(ready=True)))
         reader = self._tasks.start(self._receive(requests, outbox), name="fake worker")
         try:
             while (response := await outbox.get()) is not None:
