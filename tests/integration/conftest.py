@@ -2,8 +2,10 @@
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -14,6 +16,19 @@ BUILT_IN = "smollm2-135m-instruct"
 ECHO = ("--engine", "echo", "--max-context", "4096", "--echo-step-ms", "1")
 
 MakeFolder = Callable[..., Path]
+
+
+class StartPair(Protocol):
+    """Starts a pair for the length of a `with` block."""
+
+    def __call__(
+        self,
+        worker_args: Sequence[str],
+        gateway_args: Sequence[str] = (),
+        *,
+        num_workers: int = 1,
+        token: str = "",
+    ) -> AbstractContextManager[Pair]: ...
 
 
 @pytest.fixture(scope="session")
@@ -79,17 +94,45 @@ TINY_LLAMA = {
 
 
 @pytest.fixture(scope="session")
-def echo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def start_pair(
+    tokenizer_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory
+) -> StartPair:
+    """Workers that name no model get SmolLM2's bare tokenizer, which starts in a second."""
+    tokenizer = tmp_path_factory.mktemp("tokenizer")
+    for name, content in tokenizer_files.items():
+        (tokenizer / name).write_bytes(content)
+
+    def start(
+        worker_args: Sequence[str],
+        gateway_args: Sequence[str] = (),
+        *,
+        num_workers: int = 1,
+        token: str = "",
+    ) -> AbstractContextManager[Pair]:
+        model = () if "--model" in worker_args else ("--model", str(tokenizer))
+        return running_pair(
+            tmp_path_factory.mktemp("pair"),
+            (*worker_args, *model),
+            gateway_args,
+            num_workers=num_workers,
+            token=token,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def echo_pair(start_pair: StartPair) -> Iterator[Pair]:
     """A fast echo worker behind a gateway."""
-    with running_pair(tmp_path_factory.mktemp("echo"), ECHO) as pair:
+    with start_pair(ECHO) as pair:
         yield pair
 
 
 @pytest.fixture(scope="session")
-def slow_echo_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def slow_echo_pair(start_pair: StartPair) -> Iterator[Pair]:
     """An echo worker that takes 20 ms a step, with room for 4 running and 4 waiting."""
     args = (*ECHO[:-1], "20", "--max-running", "4", "--max-waiting", "4")
-    with running_pair(tmp_path_factory.mktemp("slow"), args) as pair:
+    with start_pair(args) as pair:
         yield pair
 
 

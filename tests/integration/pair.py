@@ -11,12 +11,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+
+# Quoted, because it is generic for the type checker only.
+Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]"
 
 START_TIMEOUT_S = 60.0
 MAX_MESSAGE_BYTES = 64 << 20
@@ -94,6 +98,19 @@ class Pair:
     def address(self) -> str:
         return self.gateway.address
 
+    def wait_linked(self, token: str = "", timeout_s: float = START_TIMEOUT_S) -> None:
+        """Blocks until the gateway, which serves with its first worker, has them all."""
+        until = time.monotonic() + timeout_s
+        with grpc.insecure_channel(self.address) as channel:
+            stub = pb_grpc.InferenceServiceStub(channel)
+            metadata = (("authorization", f"Bearer {token}"),)
+            while not all(
+                worker.ready
+                for worker in stub.GetLoad(pb.GetLoadRequest(), metadata=metadata).workers
+            ):
+                assert time.monotonic() < until, f"a worker is not linked:\n{self.gateway.tail()}"
+                time.sleep(0.05)
+
 
 @contextmanager
 def running_pair(
@@ -102,8 +119,12 @@ def running_pair(
     gateway_args: Sequence[str] = (),
     *,
     num_workers: int = 1,
+    token: str = "",
 ) -> Iterator[Pair]:
-    """Starts the processes, waits until they serve, and stops them at the end."""
+    """Starts the processes, waits until they serve, and stops them at the end.
+
+    `token` is one that the gateway takes, where it asks for one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     workers = [
         Service(
@@ -126,7 +147,9 @@ def running_pair(
     try:
         for service in services:
             service.wait_serving()
-        yield Pair(gateway, workers)
+        pair = Pair(gateway, workers)
+        pair.wait_linked(token)
+        yield pair
     finally:
         for service in reversed(services):
             service.stop()
@@ -144,7 +167,7 @@ class Client:
                 ("grpc.use_local_subchannel_pool", 1),
             ],
         )
-        self.stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self.channel)  # type: ignore[assignment]
+        self.stub = pb_grpc.InferenceServiceStub(self.channel)
 
     async def __aenter__(self) -> "Client":
         return self
@@ -152,10 +175,9 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self.channel.close()
 
-    def stream(
-        self, request: pb.GenerateRequest, *, timeout_s: float = 60
-    ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]":
-        return self.stub.GenerateStream(request, timeout=timeout_s)
+    def stream(self, request: pb.GenerateRequest, *, timeout_s: float = 60) -> "Stream":
+        call: Stream = self.stub.GenerateStream(request, timeout=timeout_s)
+        return call
 
     async def collect(self, request: pb.GenerateRequest, *, timeout_s: float = 60) -> "Collected":
         """Streams a request to its end."""
@@ -166,7 +188,8 @@ class Client:
         return list((await self.stub.Tokenize(request)).token_ids)
 
     async def load(self) -> pb.GetLoadResponse:
-        return await self.stub.GetLoad(pb.GetLoadRequest())
+        load: pb.GetLoadResponse = await self.stub.GetLoad(pb.GetLoadRequest())
+        return load
 
     async def assert_clean(self, *, timeout_s: float = 5) -> None:
         """Nothing runs, nothing waits, and every page is free or cached."""
@@ -187,7 +210,7 @@ def is_clean(load: pb.WorkerLoad) -> bool:
 
 
 async def rest_of(
-    call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]",
+    call: "Stream",
 ) -> AsyncIterator[pb.GenerateStreamResponse]:
     """What is left of a stream that was begun with `read`; gRPC lets no one mix that with
     `async for` on the call itself."""
@@ -213,7 +236,7 @@ class Collected:
         return ids + list(self.finished.trailing_token_ids)
 
 
-async def collect(stream: AsyncIterator[pb.GenerateStreamResponse]) -> Collected:
+async def collect(stream: "Stream") -> Collected:
     """Reads a stream to its end, holding it to the order Started, Delta…, Finished."""
     events = [event async for event in stream]
     kinds = [event.WhichOneof("event") for event in events]

@@ -3,14 +3,13 @@
 import asyncio
 import random
 import time
-from pathlib import Path
 
 import grpc
 import pytest
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.integration.conftest import ECHO, MakeFolder
-from tests.integration.pair import Client, running_pair
+from tests.integration.conftest import MakeFolder, StartPair
+from tests.integration.pair import Client
 
 
 def echo_ids(ids: list[int], **fields: object) -> pb.GenerateRequest:
@@ -19,11 +18,11 @@ def echo_ids(ids: list[int], **fields: object) -> pb.GenerateRequest:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 async def test_twin_prompts_keep_their_text_through_eviction(
-    page_size: int, tmp_path: Path
+    page_size: int, start_pair: StartPair
 ) -> None:
-    args = (*ECHO[:2], "--max-context", "128", "--page-size", str(page_size))
-    args += ("--kv-pages", str(700 // page_size), "--max-running", "8")
-    with running_pair(tmp_path, args) as pair:
+    sizes = ("--page-size", str(page_size), "--kv-pages", str(700 // page_size))
+    args = ("--engine", "echo", "--max-context", "128", "--max-running", "8", *sizes)
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             twin = [100 + i for i in range(40)]
             solo = await client.collect(echo_ids(twin, max_tokens=50))
@@ -80,10 +79,10 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-async def test_every_configuration_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+async def test_every_configuration_gives_the_same_tokens(name: str, start_pair: StartPair) -> None:
     requests = _mixed_requests()
     args = ("--engine", "echo", "--max-context", "400", *CONFIGURATIONS[name])
-    with running_pair(tmp_path, args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             answers = await asyncio.gather(*(client.collect(request) for request in requests))
             for request, answer in zip(requests, answers, strict=True):
@@ -112,11 +111,11 @@ def _expected(request: pb.GenerateRequest) -> tuple[list[int], int, str | None]:
 
 
 async def test_greedy_is_greedy_whatever_the_batch(
-    make_model_folder: MakeFolder, tmp_path: Path
+    make_model_folder: MakeFolder, start_pair: StartPair
 ) -> None:
     folder = make_model_folder()
     args = ("--engine", "cpu", "--model", str(folder), "--dummy-weights", "--max-context", "256")
-    with running_pair(tmp_path, args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             greedy = [
                 pb.SamplingParams(temperature=0, top_p=0.3),
@@ -139,11 +138,11 @@ async def test_greedy_is_greedy_whatever_the_batch(
 
 
 async def test_a_seed_repeats_a_draw_alone_and_in_company(
-    make_model_folder: MakeFolder, tmp_path: Path
+    make_model_folder: MakeFolder, start_pair: StartPair
 ) -> None:
     folder = make_model_folder()
     args = ("--engine", "cpu", "--model", str(folder), "--dummy-weights", "--max-context", "256")
-    with running_pair(tmp_path, args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             draw = pb.SamplingParams(temperature=1.0, top_k=50, top_p=0.95)
             request = echo_ids([5, 6, 7, 8], max_tokens=16, sampling=draw)

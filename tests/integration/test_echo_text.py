@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.integration.conftest import ECHO, MakeFolder
-from tests.integration.pair import Client, running_pair
+from tests.integration.conftest import ECHO, MakeFolder, StartPair
+from tests.integration.pair import Client
 
 STOP = pb.FINISH_REASON_STOP
 LENGTH = pb.FINISH_REASON_LENGTH
@@ -93,11 +93,11 @@ async def test_a_stop_token_ends_and_is_named(client: Client) -> None:
 
 
 async def test_every_eos_of_generation_config_ends(
-    make_model_folder: MakeFolder, tmp_path_factory: pytest.TempPathFactory
+    make_model_folder: MakeFolder, start_pair: StartPair
 ) -> None:
     folder = make_model_folder(eos_token_id=[2, 7])
     args = (*ECHO, "--model", str(folder))
-    with running_pair(tmp_path_factory.mktemp("eos"), args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             ids = [100, 200, 300, 7, 400, 500]
             request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), max_tokens=6)
@@ -112,10 +112,10 @@ async def test_every_eos_of_generation_config_ends(
 
 
 async def test_max_tokens_and_prompt_limits_at_the_edges(
-    tmp_path_factory: pytest.TempPathFactory,
+    start_pair: StartPair,
 ) -> None:
     args = (*ECHO, "--max-context", "256")
-    with running_pair(tmp_path_factory.mktemp("edges"), args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             await _max_tokens_edges(client)
             await _prompt_edges(client)

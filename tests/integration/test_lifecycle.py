@@ -3,20 +3,19 @@
 import asyncio
 import signal
 import time
-from pathlib import Path
 
 import grpc
 import psutil
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.integration.conftest import ECHO
-from tests.integration.pair import Client, Pair, rest_of, running_pair
+from tests.integration.conftest import ECHO, StartPair
+from tests.integration.pair import Client, Pair, rest_of
 
 SLOW = (*ECHO[:-1], "20")
 
 
-async def test_sigterm_lets_live_streams_finish(tmp_path: Path) -> None:
-    with running_pair(tmp_path, SLOW, ("--drain-grace-s", "10")) as pair:
+async def test_sigterm_lets_live_streams_finish(start_pair: StartPair) -> None:
+    with start_pair(SLOW, ("--drain-grace-s", "10")) as pair:
         async with Client(pair.address) as client:
             text = "a b c d " * 18
             calls = [client.stream(pb.GenerateRequest(text=text, max_tokens=200)) for _ in "12"]
@@ -43,8 +42,8 @@ async def _refused_within(client: Client, seconds: float) -> None:
         assert time.monotonic() < until, "a draining gateway still takes requests"
 
 
-async def test_a_second_sigterm_exits_at_once(tmp_path: Path) -> None:
-    with running_pair(tmp_path, SLOW, ("--drain-grace-s", "30")) as pair:
+async def test_a_second_sigterm_exits_at_once(start_pair: StartPair) -> None:
+    with start_pair(SLOW, ("--drain-grace-s", "30")) as pair:
         async with Client(pair.address) as client:
             call = client.stream(pb.GenerateRequest(text="a b c d " * 200, max_tokens=900))
             await call.read()
@@ -57,8 +56,8 @@ async def test_a_second_sigterm_exits_at_once(tmp_path: Path) -> None:
             assert time.monotonic() - begin < 3
 
 
-async def test_a_draining_worker_finishes_what_it_has(tmp_path: Path) -> None:
-    with running_pair(tmp_path, SLOW) as pair:
+async def test_a_draining_worker_finishes_what_it_has(start_pair: StartPair) -> None:
+    with start_pair(SLOW) as pair:
         async with Client(pair.address) as client:
             text = "a b c d " * 15
             call = client.stream(pb.GenerateRequest(text=text, max_tokens=200))
@@ -68,8 +67,8 @@ async def test_a_draining_worker_finishes_what_it_has(tmp_path: Path) -> None:
             assert await asyncio.to_thread(pair.workers[0].process.wait, 15) == 0
 
 
-async def test_a_killed_worker_ends_its_streams_and_others_take_over(tmp_path: Path) -> None:
-    with running_pair(tmp_path, SLOW, num_workers=2) as pair:
+async def test_a_killed_worker_ends_its_streams_and_others_take_over(start_pair: StartPair) -> None:
+    with start_pair(SLOW, num_workers=2) as pair:
         async with Client(pair.address) as client:
             call = client.stream(pb.GenerateRequest(text="a b c d " * 100, max_tokens=400))
             delivered = 0
@@ -104,8 +103,8 @@ async def _busy_worker(client: Client, pair: Pair) -> int:
     return next(i for i, worker in enumerate(pair.workers) if worker.address == busy)
 
 
-async def test_a_killed_engine_fails_its_requests_and_comes_back(tmp_path: Path) -> None:
-    with running_pair(tmp_path, SLOW) as pair:
+async def test_a_killed_engine_fails_its_requests_and_comes_back(start_pair: StartPair) -> None:
+    with start_pair(SLOW) as pair:
         async with Client(pair.address) as client:
             call = client.stream(pb.GenerateRequest(text="a b c d " * 100, max_tokens=400))
             await call.read()
@@ -130,8 +129,10 @@ def _engine_of(pair: Pair) -> psutil.Process:
     return engines[0]
 
 
-async def test_a_slow_reader_gets_fewer_larger_deltas_and_harms_nobody(tmp_path: Path) -> None:
-    with running_pair(tmp_path, ECHO) as pair:
+async def test_a_slow_reader_gets_fewer_larger_deltas_and_harms_nobody(
+    start_pair: StartPair,
+) -> None:
+    with start_pair(ECHO) as pair:
         async with Client(pair.address) as slow, Client(pair.address) as quick:
             text = "one two three four five six seven eight nine ten " * 200
             ids = await slow.tokenize(text)
@@ -153,8 +154,8 @@ async def test_a_slow_reader_gets_fewer_larger_deltas_and_harms_nobody(tmp_path:
             await slow.assert_clean()
 
 
-async def test_garbage_on_both_ports_harms_nobody(tmp_path: Path) -> None:
-    with running_pair(tmp_path, ECHO) as pair:
+async def test_garbage_on_both_ports_harms_nobody(start_pair: StartPair) -> None:
+    with start_pair(ECHO) as pair:
         for address in (pair.address, pair.workers[0].address):
             host, port = address.split(":")
             for payload in (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM"):

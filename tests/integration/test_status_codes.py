@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.integration.conftest import ECHO, MakeFolder
-from tests.integration.pair import Client, Pair, rest_of, running_pair
+from tests.integration.conftest import ECHO, MakeFolder, StartPair
+from tests.integration.pair import Client, Pair, rest_of
 
 Code = grpc.StatusCode
 REFUSING_TEMPLATE = (
@@ -46,7 +46,7 @@ def retry_delay_s(error: grpc.aio.AioRpcError) -> float:
     assert status is not None, "the status carries no details"
     retry = error_details_pb2.RetryInfo()
     assert any(detail.Unpack(retry) for detail in status.details)
-    return retry.retry_delay.ToTimedelta().total_seconds()
+    return float(retry.retry_delay.ToMilliseconds()) / 1000
 
 
 def sampling(**fields: float) -> pb.GenerateRequest:
@@ -129,11 +129,11 @@ async def test_an_unknown_model_is_not_found(client: Client) -> None:
 
 
 async def test_a_template_that_refuses_says_why(
-    make_model_folder: MakeFolder, tmp_path_factory: pytest.TempPathFactory
+    make_model_folder: MakeFolder, start_pair: StartPair
 ) -> None:
     folder = make_model_folder(chat_template=REFUSING_TEMPLATE)
     args = (*ECHO, "--model", str(folder))
-    with running_pair(tmp_path_factory.mktemp("template"), args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             chat = pb.ChatPrompt(
                 messages=[
@@ -150,7 +150,7 @@ async def test_a_template_that_refuses_says_why(
 async def test_a_template_that_prints_bos_makes_one_bos(
     make_model_folder: MakeFolder,
     tokenizer_files: dict[str, bytes],
-    tmp_path_factory: pytest.TempPathFactory,
+    start_pair: StartPair,
 ) -> None:
     bos = {"id": 1, "token": "<|im_start|>"}
     tokenizer = json.loads(tokenizer_files["tokenizer.json"])
@@ -171,7 +171,7 @@ async def test_a_template_that_prints_bos_makes_one_bos(
         tokenizer_config={"bos_token": bos["token"]},
     )
     args = (*ECHO, "--model", str(folder))
-    with running_pair(tmp_path_factory.mktemp("bos"), args) as pair:
+    with start_pair(args) as pair:
         async with Client(pair.address) as client:
             chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="Hi")])
             ids = (await client.stub.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids
@@ -288,9 +288,8 @@ async def test_a_huge_prompt_is_refused_while_health_answers(
     assert slowest < 1.0
 
 
-async def test_without_a_worker_it_is_unavailable(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("alone")
-    with running_pair(folder, ECHO) as pair:
+async def test_without_a_worker_it_is_unavailable(start_pair: StartPair) -> None:
+    with start_pair(ECHO) as pair:
         pair.workers[0].stop()
         pair.gateway.wait_serving(serving=False)
         async with Client(pair.address) as client:
@@ -305,9 +304,9 @@ async def test_without_a_worker_it_is_unavailable(tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="module")
-def guarded_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def guarded_pair(start_pair: StartPair) -> Iterator[Pair]:
     args = ("--tokens", "correct-horse,battery-staple")
-    with running_pair(tmp_path_factory.mktemp("guarded"), ECHO, args) as pair:
+    with start_pair(ECHO, args, token="correct-horse") as pair:
         yield pair
 
 
