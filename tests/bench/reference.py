@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from worker.engine.openmp import limit_spinning
+
 _NUM_RIVALS = 5
 
 
@@ -34,8 +36,9 @@ class Reference:
 
     def __init__(self, gguf: Path) -> None:
         self._gguf = gguf
-        # The child reads it when it imports tqdm, whose bars would draw over ours.
+        # The child reads these when it imports tqdm, whose bars would draw over ours, and torch.
         os.environ["TQDM_DISABLE"] = "1"
+        limit_spinning(os.environ)
         self._process = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
     def __enter__(self) -> Self:

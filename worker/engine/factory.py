@@ -1,5 +1,6 @@
 """The only file that knows the backends. Imports each only when it is asked for."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from worker.checkpoint.tokenizer import TOKENIZER, bundle_of_folder, eos_of_bundle
 from worker.config import WorkerConfig
 from worker.engine.echo import EchoEngine
+from worker.engine.openmp import limit_spinning
 from worker.messages import ModelInfo, TokenizerBundle
 from worker.models.config import ModelError
 from worker.step import Engine, EngineInfo
@@ -127,6 +129,8 @@ def _read_tokenizer_folder(folder: Path) -> _Source:
 def _open_cpu(
     config: WorkerConfig, environment: Mapping[str, str], progress: Progress
 ) -> OpenedEngine:
+    # libgomp reads it when torch is imported.
+    limit_spinning(os.environ)
     with _needs_extra("worker"):
         import torch
 
