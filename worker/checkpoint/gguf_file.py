@@ -2,14 +2,16 @@
 
 import dataclasses
 import hashlib
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import ReaderTensor, dequantize
 from torch import Tensor
 
+from worker.checkpoint.gguf_reader import QuickReader
 from worker.checkpoint.source import Progress, fill_from
 from worker.checkpoint.tokenizer_cache import TokenizerCache
 from worker.messages import TokenizerBundle
@@ -146,10 +148,10 @@ class GgufCheckpoint:
         return default if field is None else field.contents()
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> QuickReader:
     try:
-        return GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError) as error:
+        return QuickReader(path)
+    except (OSError, ValueError, IndexError, KeyError, struct.error) as error:
         # The reader runs off the end of a file that was cut short.
         raise ModelError(f"cannot read {path} as GGUF: {error}") from error
 
