@@ -6,6 +6,10 @@ transformers as one batch of equal lengths (so nothing is padded), the pair as c
 gRPC streams from a client process to a gateway process to a worker process. Times are what
 a caller sees, prefill included. Each ratio is the median of the rounds' own ratios.
 
+OpenMP's threads spin as the worker has them spin in both, which costs transformers nothing
+on an idle machine and saves it from collapse on a busy one; --reference-spins-freely leaves
+its process alone.
+
 The prompts of every round bear a salt of their own, so that no round finds another's
 prefixes in the cache. The added time to first token is the client's, less what the worker
 says the request waited and computed.
@@ -13,23 +17,19 @@ says the request waited and computed.
 
 import argparse
 import asyncio
-import gc
+import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from gateway.cli.client import Client, Target
 from gateway.cli.pair import ServiceCommand, free_address, running_pair
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.bench import report
+from tests.bench.batch_reference import BatchReference, BatchRun
 
 _START_TIMEOUT_S = 300.0
 _SHORT_PROMPT_LEN = 8
@@ -46,18 +46,19 @@ class Options:
     rounds: int
     ttft_samples: int
     threads: int
+    reference_spins_freely: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class PairRun:
     """Seconds from the first request to the last token, and the tokens of each prompt.
 
-    Of a pair, also the longest that a request took by the worker's own clock.
+    Also the longest that a request took by the worker's own clock.
     """
 
     seconds: float
+    worker_seconds: float
     outputs: list[list[int]]
-    worker_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +69,6 @@ class FirstToken:
     worker_ms: float
 
 
-class Reference:
-    """transformers `generate`, as it comes, greedy."""
-
-    def __init__(self, gguf: Path, options: Options) -> None:
-        torch.set_num_threads(options.threads)
-        self._output_len = options.output_len
-        folder = str(gguf.parent)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-        # Typed as a module whose `generate` mypy takes for a tensor.
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=gguf.name, dtype=torch.float32
-        )
-        # Nothing ends a row early, and no processor has to look for it.
-        self._model.generation_config.eos_token_id = None
-
-    def encode(self, text: str) -> list[int]:
-        return [int(token_id) for token_id in self._tokenizer.encode(text)]
-
-    def run(self, prompts: Sequence[Sequence[int]]) -> Timed:
-        ids = torch.tensor(prompts)
-        began = time.perf_counter()
-        with torch.inference_mode():
-            rows = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=self._output_len,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        seconds = time.perf_counter() - began
-        return Timed(seconds, rows[:, ids.shape[1] :].tolist())
-
-
 class Streams:
     """Concurrent streams through the pair."""
 
@@ -108,7 +76,7 @@ class Streams:
         self._client = client
         self._runs = 0
 
-    async def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> Timed:
+    async def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> PairRun:
         self._runs += 1
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
@@ -116,7 +84,7 @@ class Streams:
         seconds = time.perf_counter() - began
         results = [task.result() for task in streams]
         worker_ms = max(_worker_ms(finished) for _, finished in results)
-        return Timed(seconds, [token_ids for token_ids, _ in results], worker_ms / 1e3)
+        return PairRun(seconds, worker_ms / 1e3, [token_ids for token_ids, _ in results])
 
     async def first_token(self, prompt: Sequence[int]) -> FirstToken:
         self._runs += 1
@@ -154,23 +122,31 @@ class Streams:
 
 async def bench(options: Options) -> dict[str, float]:
     """Runs everything. Returns the figures of the last line."""
-    reference = Reference(_built_in_gguf(), options)
-    prompts = _prompts(reference, options)
-    gc.collect()
-    gc.freeze()
     worker_address = free_address()
     worker = ServiceCommand("worker", worker_address, _worker_flags(options))
     gateway = ServiceCommand("gateway", free_address(), ("--workers", worker_address))
-    async with running_pair(worker, gateway, lambda name, line: None) as pair:
-        await pair.wait_serving(pair.worker, _START_TIMEOUT_S)
-        await pair.wait_serving(pair.gateway, _START_TIMEOUT_S)
-        async with Client(Target(pair.gateway.address)) as client:
-            streams = Streams(client)
-            # Once for nothing, so that no side pays for what only the first run does.
-            await _round(reference, streams, prompts[:2], options)
-            batch = await _rounds(reference, streams, prompts, options)
-            single = await _rounds(reference, streams, prompts[:1], options)
-            added_ms = await _added_ttft(streams, prompts, options)
+    with BatchReference(
+        _built_in_gguf(), threads=options.threads, spins_freely=options.reference_spins_freely
+    ) as reference:
+        prompts = await _prompts(reference, options)
+        async with running_pair(worker, gateway, lambda name, line: None) as pair:
+            await pair.wait_serving(pair.worker, _START_TIMEOUT_S)
+            await pair.wait_serving(pair.gateway, _START_TIMEOUT_S)
+            async with Client(Target(pair.gateway.address)) as client:
+                return await _measure(reference, Streams(client), prompts, options)
+
+
+async def _measure(
+    reference: BatchReference,
+    streams: Streams,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+) -> dict[str, float]:
+    # Once for nothing, so that no side pays for what only the first run does.
+    await _round(reference, streams, prompts, options)
+    batch = await _rounds(reference, streams, prompts, options)
+    single = await _rounds(reference, streams, prompts[:1], options)
+    added_ms = await _added_ttft(streams, prompts, options)
     return {
         "batch16_ratio": round(batch, 3),
         "single_ratio": round(single, 3),
@@ -179,7 +155,10 @@ async def bench(options: Options) -> dict[str, float]:
 
 
 async def _rounds(
-    reference: Reference, streams: Streams, prompts: Sequence[Sequence[int]], options: Options
+    reference: BatchReference,
+    streams: Streams,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
 ) -> float:
     """The median ratio of transformers' time to the pair's, the two in turns."""
     num_tokens = len(prompts) * options.output_len
@@ -202,9 +181,12 @@ async def _rounds(
 
 
 async def _round(
-    reference: Reference, streams: Streams, prompts: Sequence[Sequence[int]], options: Options
-) -> tuple[Timed, Timed]:
-    theirs = await asyncio.to_thread(reference.run, prompts)
+    reference: BatchReference,
+    streams: Streams,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+) -> tuple[BatchRun, PairRun]:
+    theirs = await reference.run(prompts, options.output_len)
     ours = await streams.run(prompts, options.output_len)
     return theirs, ours
 
@@ -230,9 +212,9 @@ def _worker_ms(finished: pb.Finished) -> float:
     return timings.queue_ms + timings.prefill_ms + timings.decode_ms
 
 
-def _prompts(reference: Reference, options: Options) -> list[list[int]]:
+async def _prompts(reference: BatchReference, options: Options) -> list[list[int]]:
     """Pieces of the licence, all different: real text without one line of our own making."""
-    ids = reference.encode(_LICENSE.read_text())
+    ids = await reference.encode(_LICENSE.read_text())
     needed = options.streams * options.prompt_len
     if len(ids) < needed:
         raise SystemExit(f"the licence has {len(ids)} tokens, and {needed} are asked for")
@@ -260,9 +242,13 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ttft-samples", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--reference-spins-freely",
+        action="store_true",
+        help="leave libgomp's spinning as it is in transformers' process",
+    )
     options = Options(**vars(parser.parse_args()))
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     report.header("The pair against transformers generate, SmolLM2-135M, float32, CPU")
     report.result(asyncio.run(bench(options)))
 
