@@ -7,6 +7,7 @@ greedy, prompts of 256 tokens, decode steps alone.
 """
 
 import argparse
+import random
 import sys
 import time
 
@@ -25,14 +26,18 @@ _VOCAB_USED = 10_000
 
 
 def standard_workload(seed: int) -> list[NewRequest]:
-    """256 requests; the lengths are the same for every seed, the prompts are not."""
-    lengths, rng = np.random.default_rng(0), np.random.default_rng(seed)
+    """The 256 requests of the public benchmark (seed 0), or others of the same lengths."""
+    rng = random.Random(0)
+    prompts = []
+    for _ in range(256):
+        prompt_len = rng.randint(100, 1024)
+        prompts.append([rng.randint(0, _VOCAB_USED) for _ in range(prompt_len)])
     requests = []
-    for i in range(256):
-        prompt_len, max_tokens = lengths.integers(100, 1025, 2).tolist()
-        prompt = random_prompt(rng, prompt_len, _VOCAB_USED)
+    for i, prompt in enumerate(prompts):
+        tokens = (np.array(prompt, np.int32) + seed) % _VOCAB_USED
         params = SamplingParams(temperature=0.6, seed=1000 * seed + i)
-        requests.append(NewRequest(i + 1, prompt, max_tokens, params, ignore_eos=True))
+        max_tokens = rng.randint(100, 1024)
+        requests.append(NewRequest(i + 1, tokens, max_tokens, params, ignore_eos=True))
     return requests
 
 

@@ -42,6 +42,7 @@ from worker.engine.cuda.staging import (
     Staged,
     Staging,
     align_words,
+    dummy_plan,
     padding_block,
 )
 from worker.engine.cuda.step_kernels import begin_step, expand_tokens
@@ -154,6 +155,18 @@ class CudaEngine:
         with torch.inference_mode(), torch.cuda.stream(self._engine_stream):
             self._graphs.capture(self._pad_inputs, self._decode, self._engine_stream, progress)
         self.clock = DeviceClock(self._engine_stream)
+        self._warm_up(progress)
+
+    def _warm_up(self, progress: Progress) -> None:
+        """Compiles what prefill and mixed steps need, by running one of each on the dummy row.
+
+        So that no request waits for a compiler.
+        """
+        progress("compiling prefill kernels; the first time this takes about two minutes")
+        for num_decode in (0, 1):
+            with torch.inference_mode():
+                step = self._launch(dummy_plan(self._info.max_rows, num_decode=num_decode))
+            step.result()
 
     @property
     def info(self) -> EngineInfo:

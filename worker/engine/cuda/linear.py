@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from worker.engine.cuda.launch import dependent_launch
 
 # Beyond this cuBLAS, which has tensor cores, is faster.
-MOST_ROWS = 4
+MOST_ROWS = 2
 # Nor for the LM head, which cuBLAS reads at the speed of the memory.
 MOST_COLUMNS = 65536
 
@@ -66,13 +66,13 @@ def _small_kernel(  # type: ignore[no-untyped-def]
     # Columns beyond the edge read the first one instead of nothing.
     w_ptr = weight + tl.where(mask, column, 0)[:, None].to(tl.int64) * K
     k = tl.arange(0, BLOCK_K)
-    w = tl.load(w_ptr + k[None, :], mask=(k < K)[None, :], other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + k[None, :], mask=(k < K)[None, :], other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for row in tl.static_range(NUM_ROWS):
         value = tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-        acc = tl.sum(w * value[None, :], 1)
+        acc = tl.sum(w.to(tl.float32) * value[None, :], 1)
         for start in tl.static_range(BLOCK_K, K, BLOCK_K):
             inside = start + k < K
             more = tl.load(x + row * x_stride + start + k, mask=inside, other=0.0)

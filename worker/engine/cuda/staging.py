@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.step import Int32Array, StepPlan
+from worker.step import Int32Array, SamplingBatch, StepPlan
 
 # Per-row fields of a step, one line each in the row block; the last three are float32.
 ROWS, CACHED_LENS, WRITE_ROWS, POSITIONS, LAST_TOKENS = range(5)
@@ -155,3 +155,34 @@ def padding_block(dummy_row: int, num_columns: int) -> torch.Tensor:
     block[IS_GREEDY] = 1
     block.view(np.float32)[[TEMPERATURE, TOP_P]] = 1.0
     return torch.from_numpy(block)
+
+
+def dummy_plan(dummy_row: int, *, num_decode: int) -> StepPlan:
+    """A step of so many decode rows and one prefill row, all the dummy row: it changes nothing."""
+    num_rows = num_decode + 1
+    rows = np.full(num_rows, dummy_row, np.int32)
+    zeros = np.zeros(num_rows, np.int32)
+    nothing = np.empty(0, np.int32)
+    ones = np.ones(num_rows, np.float32)
+    return StepPlan(
+        step_id=-1,
+        num_decode=num_decode,
+        rows=rows,
+        cached_lens=zeros,
+        extend_lens=np.ones(num_rows, np.int32),
+        prefill_token_ids=np.zeros(1, np.int32),
+        write_rows=rows,
+        samples=np.ones(num_rows, np.bool_),
+        prompt_lens=zeros,
+        page_rows=nothing,
+        page_columns=nothing,
+        page_ids=nothing,
+        sampling=SamplingBatch(
+            temperature=ones,
+            top_k=zeros,
+            top_p=ones,
+            min_p=np.zeros(num_rows, np.float32),
+            seeds=np.zeros(num_rows, np.uint64),
+            is_greedy=np.ones(num_rows, np.bool_),
+        ),
+    )

@@ -61,7 +61,7 @@ class Reference:
 
     @classmethod
     def write(cls, folder: Path, shape: Shape) -> "Reference":
-        rounded = write_checkpoint(folder, shape).to(torch.bfloat16)
+        rounded = write_checkpoint(folder, shape).bfloat16()
         rounded.save_pretrained(folder)
         return cls(copy.deepcopy(rounded).float(), rounded)
 
@@ -158,9 +158,10 @@ def test_not_a_number_ends_its_own_request_alone(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path, SHAPES[-1])
     poisoned = VOCAB_SIZE - 1
     with torch.no_grad():
-        model.get_input_embeddings().weight[poisoned] = float("nan")
+        weights = dict(model.named_parameters())
+        weights["model.embed_tokens.weight"][poisoned] = float("nan")
         # Nor may anybody sample it.
-        model.get_output_embeddings().weight[poisoned] = 0.0
+        weights["lm_head.weight"][poisoned] = 0.0
     model.save_pretrained(tmp_path)
     engine = open_engine(tmp_path)
     try:

@@ -1,0 +1,84 @@
+"""The device's sampler against the reference, token for token."""
+
+import numpy as np
+import pytest
+import torch
+
+from worker.engine.cuda.sampling import FAULTY, RowParams, Sampler
+from worker.engine.sampling import sample
+from worker.step import Int32Array, SamplingBatch
+
+VOCAB_SIZE = 1777
+# The interpreter computes with numpy, and both sides of a choice: inf - inf is meant.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def _batch(count: int, seed: int) -> tuple[SamplingBatch, Int32Array]:
+    """Rows that filter in every way, and in none."""
+    rng = np.random.default_rng(seed)
+    batch = SamplingBatch(
+        temperature=rng.uniform(0.3, 1.5, count).astype(np.float32),
+        top_k=rng.choice([0, 1, 5, 50, 10_000], count).astype(np.int32),
+        top_p=rng.choice([1.0, 0.9, 0.5, 0.01], count).astype(np.float32),
+        min_p=rng.choice([0.0, 0.05], count).astype(np.float32),
+        seeds=rng.integers(0, 2**64, count, dtype=np.uint64),
+        is_greedy=rng.random(count) < 0.2,
+    )
+    return batch, rng.integers(0, 10_000, count).astype(np.int32)
+
+
+def _draw(
+    logits: torch.Tensor, positions: Int32Array, batch: SamplingBatch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sampled ids, and the token pool, of which entry i + 1 is row i's."""
+    count = len(logits)
+    seeds = batch.seeds.view(np.int32).reshape(count, 2)
+    arrays = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, seeds[:, 0], seeds[:, 1])
+    params = RowParams(
+        *(torch.from_numpy(array.copy()).to(device) for array in arrays),
+        is_greedy=torch.from_numpy(batch.is_greedy.astype(np.int32)).to(device),
+        positions=torch.from_numpy(positions).to(device),
+    )
+    pool = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    ids = torch.zeros(count, dtype=torch.int32, device=device)
+    write_rows = torch.arange(1, count + 1, dtype=torch.int32, device=device)
+    sampler = Sampler(count, logits.shape[1], device)
+    for _ in range(2):
+        sampler.sample(logits.to(device), params, write_rows, pool, ids)
+    return ids.cpu(), pool.cpu()
+
+
+def test_draws_are_those_of_the_reference(device: torch.device) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(96, VOCAB_SIZE) * 2).bfloat16()
+    batch, positions = _batch(len(logits), seed=1)
+    expected, _ = sample(logits.float(), positions, batch)
+    ids, pool = _draw(logits, positions, batch, device)
+    # A device's logarithm differs in its last bits, which may decide between two that tie.
+    assert (ids == expected).float().mean() >= (1.0 if device.type == "cpu" else 0.97)
+    assert torch.equal(pool[1:], ids)
+
+
+def test_a_draw_does_not_depend_on_its_batch_mates(device: torch.device) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(16, VOCAB_SIZE) * 2).bfloat16()
+    batch, positions = _batch(16, seed=2)
+    together, _ = _draw(logits, positions, batch, device)
+    for i in (0, 7, 15):
+        arrays = {name: getattr(batch, name)[i : i + 1] for name in SamplingBatch.__slots__}
+        alone, _ = _draw(logits[i : i + 1], positions[i : i + 1], SamplingBatch(**arrays), device)
+        assert alone[0] == together[i]
+
+
+def test_logits_that_are_not_finite_are_told_and_leave_a_valid_token(
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, VOCAB_SIZE).bfloat16()
+    logits[0, 3], logits[1, 1000] = float("nan"), float("inf")
+    logits[2] = float("-inf")
+    batch, positions = _batch(4, seed=3)
+    ids, pool = _draw(logits, positions, batch, device)
+    assert (ids[:3] == FAULTY).all()
+    assert ids[3] >= 0
+    assert (pool >= 0).all()
