@@ -28,6 +28,7 @@ from worker.engine.kv_pool import (
     kv_bytes_per_token,
     pages_for,
 )
+from worker.engine.openmp import usable_cores
 from worker.engine.sampling import sample
 from worker.models.config import ModelConfig, ModelError
 from worker.models.decoder import Decoder
@@ -58,7 +59,7 @@ class CpuEngine:
             1,
             thread_name_prefix="cpu-engine",
             initializer=torch.set_num_threads,
-            initargs=(config.threads or torch.get_num_threads(),),
+            initargs=(config.threads or min(torch.get_num_threads(), usable_cores()),),
         )
         try:
             self._model = model = self._thread.submit(load).result()

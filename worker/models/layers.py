@@ -4,8 +4,8 @@ Weights have the names they have in published checkpoints: each part lists them 
 `slots`, as views to be filled, so that loading needs no second copy of the model.
 
 The parts are plain callables and not `nn.Module`s. Nothing of a module is needed here
-(no gradients, no hooks, no moving between devices), its `__call__` gives up the types,
-and its call and attribute lookups are 0.8 of the 11 ms of a SmolLM2 decode step on a CPU.
+(no gradients, no hooks, no moving between devices), its `__call__` gives up the types, and
+its calls and attribute lookups, about 1 µs each, would add 0.8 ms to a SmolLM2 decode step.
 """
 
 import math
