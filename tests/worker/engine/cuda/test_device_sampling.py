@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from worker.engine.cuda.sampling import FAULTY, RowParams, Sampler
 from worker.engine.sampling import sample
@@ -33,11 +34,19 @@ def _draw(
     """Sampled ids, and the token pool, of which entry i + 1 is row i's."""
     count = len(logits)
     seeds = batch.seeds.view(np.int32).reshape(count, 2)
-    arrays = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, seeds[:, 0], seeds[:, 1])
+
+    def on_device(array: NDArray[np.float32] | Int32Array) -> torch.Tensor:
+        return torch.from_numpy(array.copy()).to(device)
+
     params = RowParams(
-        *(torch.from_numpy(array.copy()).to(device) for array in arrays),
-        is_greedy=torch.from_numpy(batch.is_greedy.astype(np.int32)).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        temperature=on_device(batch.temperature),
+        top_k=on_device(batch.top_k),
+        top_p=on_device(batch.top_p),
+        min_p=on_device(batch.min_p),
+        seed_low=on_device(seeds[:, 0]),
+        seed_high=on_device(seeds[:, 1]),
+        is_greedy=on_device(batch.is_greedy.astype(np.int32)),
+        positions=on_device(positions),
     )
     pool = torch.zeros(count + 1, dtype=torch.int32, device=device)
     ids = torch.zeros(count, dtype=torch.int32, device=device)
@@ -50,7 +59,7 @@ def _draw(
 
 def test_draws_are_those_of_the_reference(device: torch.device) -> None:
     torch.manual_seed(0)
-    logits = (torch.randn(96, VOCAB_SIZE) * 2).bfloat16()
+    logits = (torch.randn(40, VOCAB_SIZE) * 2).bfloat16()
     batch, positions = _batch(len(logits), seed=1)
     expected, _ = sample(logits.float(), positions, batch)
     ids, pool = _draw(logits, positions, batch, device)
