@@ -71,7 +71,6 @@ class CpuEngine:
             model.config,
             num_slots=info.num_pages * info.page_size,
             dtype=model.dtype,
-            device=torch.device("cpu"),
         )
         self._attention = PagedAttention(model.config, pool)
         self._planner = AttentionPlanner(

@@ -3,8 +3,10 @@
 A slot is page * page_size + offset; who owns which page is the scheduler's business.
 """
 
+import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +32,21 @@ class KVPool:
     masked score of zero times not-a-number is not a number.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, num_slots: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, num_slots: int, dtype: torch.dtype) -> None:
         shape = (num_slots, 2, config.num_kv_heads, config.head_dim)
         self.layers: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)
+            _untouched_zeros(shape, dtype) for _ in range(config.num_layers)
         ]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory is the kernel's until it is written.
+
+    torch.zeros writes them: for a pool of 5 GiB that took seconds of every start, and all
+    of that memory, however few tokens were ever cached.
+    """
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:

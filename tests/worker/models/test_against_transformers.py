@@ -22,8 +22,7 @@ class PagedModel:
     """A model over the CPU engine's attention that gives the logits of every token."""
 
     def __init__(self, model: Decoder, page_size: int) -> None:
-        cpu = torch.device("cpu")
-        pool = KVPool(model.config, num_slots=_NUM_SLOTS, dtype=model.dtype, device=cpu)
+        pool = KVPool(model.config, num_slots=_NUM_SLOTS, dtype=model.dtype)
         self._model = model
         self._attention = PagedAttention(model.config, pool)
         self._planner = AttentionPlanner(
