@@ -212,10 +212,12 @@ class Scheduler:
         reading_step = self._in_flight[-1] if self._in_flight else None
         for row in plan.rows[plan.num_decode :][kept[plan.num_decode :]].tolist():
             request = self._rows.requests[row]
-            if request is None or self._rows.phase[row] != Phase.DECODE:
+            if request is None:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = now
+            if self._rows.phase[row] != Phase.DECODE:
+                continue
             tokens = self._rows.valid_tokens(row)
             self._lifecycle.kv.share(row, tokens, request.new.cache_salt, reading_step)
 

@@ -112,6 +112,19 @@ def test_a_victim_in_flight_keeps_the_token_of_that_step() -> None:
     assert driver.tokens(victim) == alone([2] * 20, 30)
 
 
+def test_a_victim_whose_first_token_is_in_flight_was_still_prefilled_then() -> None:
+    driver = tight_driver(overlap=True)
+    driver.submit([1] * 40, max_tokens=20)
+    driver.turns(4)
+    # Prefilled in the next turn; in the one after both need a page, and one is left.
+    victim = driver.submit([2] * 16, max_tokens=4)
+    driver.turns(2)
+    assert driver.scheduler.load().preemptions == 1
+    assert len(driver.tokens(victim)) == 1
+    driver.run()
+    assert driver.outcomes[victim].finished.prefill_s == 1
+
+
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_many_requests_of_nearly_a_whole_context_all_get_through(
