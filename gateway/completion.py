@@ -90,11 +90,16 @@ class Completion:
 
         Raises the worker's error after the tokens that came before it.
         """
-        if self._started is None and (channel.started or channel.end):
+        if channel.started is not None and channel.started is not self._started:
+            is_first = self._started is None
+            started = self._start(channel.started)
+            # Told once, but the usage is that of the worker which serves it in the end.
+            if is_first:
+                yield started
+        elif self._started is None and isinstance(channel.end, WorkerFinished):
             # A request that ended in the queue was never started; its client still
             # hears of its admission before its end.
-            if channel.started or isinstance(channel.end, WorkerFinished):
-                yield self._start(channel.started or WorkerStarted(0, 0, 0.0))
+            yield self._start(WorkerStarted(0, 0, 0.0))
         token_ids = channel.take_tokens(self._max_delta_tokens)
         if token_ids:
             self._last_token_at = time.monotonic()
@@ -111,8 +116,9 @@ class Completion:
             yield from self._end(channel.end)
 
     def aborted_early(self) -> Iterator[Event]:
-        """The events of a request that ended before any worker saw it."""
-        yield self._start(WorkerStarted(0, 0, 0.0))
+        """The events of a request that ended without a word from a worker."""
+        if self._started is None:
+            yield self._start(WorkerStarted(0, 0, 0.0))
         self.is_finished = True
         yield self._finished(WorkerFinished(FinishReason.ABORTED, 0, 0, 0, 0.0, 0.0, 0.0))
 

@@ -14,6 +14,9 @@ from gateway.text_stream import TextStream
 from gateway.worker_link import WorkerLink
 from shared.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
+# What the field holds: 49 days, longer than any request lives.
+_MAX_TIMEOUT_MS = (1 << 32) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -59,6 +62,11 @@ class Generator:
             completion = self._completion(request, model, prompt_ids, arrival)
             tried: list[WorkerLink] = []
             while not completion.is_finished:
+                if live.is_aborted:
+                    # Its worker was lost before it could say so.
+                    for event in completion.aborted_early():
+                        yield event
+                    return
                 link = self._router.pick(model.info, tried)
                 tried.append(link)
                 try:
@@ -68,10 +76,10 @@ class Generator:
                             for event in completion.absorb(channel):
                                 yield event
                 except UnavailableError:
-                    if not self._may_retry(completion, live, model.info, tried):
+                    if not self._may_go_on(completion, live, model.info, tried):
                         raise
 
-    def _may_retry(
+    def _may_go_on(
         self,
         completion: Completion,
         live: LiveRequest,
@@ -79,7 +87,9 @@ class Generator:
         tried: list[WorkerLink],
     ) -> bool:
         """Only before the first token: after it, another worker might sample other text."""
-        return not (completion.has_tokens or live.is_final) and self._router.has_other(model, tried)
+        if completion.has_tokens or live.is_final:
+            return False
+        return live.is_aborted or self._router.has_other(model, tried)
 
     def _completion(
         self,
@@ -126,7 +136,9 @@ def _submission(
     request: GenerationRequest, prompt_ids: list[int], model: ModelInfo, arrival: Arrival
 ) -> Submission:
     wanted = model.default_max_tokens if request.max_tokens is None else request.max_tokens
-    timeout_ms = 0 if arrival.timeout_s is None else max(1, round(1e3 * arrival.timeout_s))
+    timeout_ms = 0
+    if arrival.timeout_s is not None:
+        timeout_ms = max(1, round(min(1e3 * arrival.timeout_s, _MAX_TIMEOUT_MS)))
     return Submission(
         request_id=request.request_id,
         prompt_token_ids=prompt_ids,

@@ -24,12 +24,14 @@ class LiveRequest:
         self.request_id = request_id
         # Whether no other worker may be tried.
         self.is_final = False
+        self.is_aborted = False
         self._channel: RequestChannel | None = None
         self._work: asyncio.Future[object] | None = None
         self._ended_by: ServingError | AbortedEarlyError | None = None
 
     def abort(self) -> None:
         """It ends OK, as aborted. Idempotent."""
+        self.is_aborted = True
         if self._channel is not None:
             self._channel.request_abort()
         else:
@@ -47,7 +49,7 @@ class LiveRequest:
         """The work's result. Raises what ended the request, if that came first."""
         self._work = work  # type: ignore[assignment]
         try:
-            return await work
+            result = await work
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._ended_by is None or (task is not None and task.cancelling()):
@@ -55,6 +57,10 @@ class LiveRequest:
             raise self._ended_by from None
         finally:
             self._work = None
+        if self._ended_by is not None:
+            # It ended when the work was done already, and could not be cancelled any more.
+            raise self._ended_by
+        return result
 
     @contextmanager
     def served_by(self, channel: RequestChannel) -> Iterator[None]:

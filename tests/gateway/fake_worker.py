@@ -129,6 +129,7 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
         self.num_tokenizer_fetches = 0
         self.num_links = 0
         self.answers_pings = True
+        self.answers_aborts = True
         self.port = 0
         self._echoes = echoes
         self._step_s = step_s
@@ -246,6 +247,8 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
                 case "abort":
                     for handle in request.abort.handles:
                         by_handle[handle].abort_reply = request.abort.reply
+                        if not self.answers_aborts:
+                            continue
                         if request.abort.reply:
                             by_handle[handle].finish(pb.FINISH_REASON_ABORTED)
                         by_handle[handle].has_ended = True

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway.live_requests import AbortedEarlyError, LiveRequests
 from gateway.stream_writer import deadline, stream_writer
 from gateway.tokenizer import TextTokenizer
 from shared.errors import DeadlineExceededError, QueueFullError
@@ -91,6 +92,14 @@ async def test_no_deadline_is_none_at_the_worker_too(
         assert worker.requests[0].submit.timeout_ms == 0
 
 
+async def test_a_deadline_in_months_is_as_good_as_none(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        await collect(gateway.stream(text("x"), timeout_s=1e7))
+        assert worker.requests[0].submit.timeout_ms == (1 << 32) - 1
+
+
 async def test_abort_ends_the_stream_ok_with_true_usage(
     make_worker: MakeWorker, start_gateway: StartGateway
 ) -> None:
@@ -147,6 +156,41 @@ async def test_abort_ends_a_request_that_is_still_being_tokenized(
         assert ended.finished.usage.completion_tokens == 0
         assert len(worker.requests) == 0
         first.cancel()
+
+
+async def test_an_abort_in_the_moment_when_the_tokens_are_there_is_not_lost() -> None:
+    requests = LiveRequests(1)
+    work: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    with requests.admit("x") as live, pytest.raises(AbortedEarlyError):
+        # The future is done, but the request does not know it yet.
+        asyncio.get_running_loop().call_soon(work.set_result, [1])
+        asyncio.get_running_loop().call_soon(requests.abort, "x")
+        await live.uninterrupted(work)
+
+
+async def test_an_aborted_request_is_not_tried_elsewhere_when_its_worker_is_lost(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        call = gateway.stream(text("x", request_id="gone"))
+        await gateway.until(lambda: bool(one.requests or other.requests))
+        first, second = (one, other) if one.requests else (other, one)
+        first.answers_aborts = False
+        request = await first.request()
+        request.start()
+        await call.read()
+        await gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
+        await first.until(lambda: request.abort_reply is True)
+        await first.crash()
+        ended = (await call.read()).finished
+        assert ended.finish_reason == pb.FINISH_REASON_ABORTED
+        assert ended.usage.completion_tokens == 0
+        assert await call.read() is grpc.aio.EOF
+        assert second.requests == []
 
 
 async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(

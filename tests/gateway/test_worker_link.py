@@ -9,6 +9,7 @@ import pytest
 from gateway.backoff import Backoff, Breaker
 from gateway.config import GatewayConfig
 from gateway.server import running_gateway
+from gateway.tokenizer import TextTokenizer
 from shared.errors import Code
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.gateway.client import GatewayUnderTest, collect, text
@@ -113,6 +114,29 @@ async def test_a_request_without_a_token_moves_to_another_worker(
         request.finish()
         assert (await call.read()).WhichOneof("event") == "delta"
         assert (await call.read()).finished.usage.completion_tokens == 1
+
+
+async def test_the_usage_of_a_moved_request_is_that_of_the_worker_which_served_it(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        call = gateway.stream(text("x y z", stopping=pb.StopConditions(stop_strings=["STOP"])))
+        await gateway.until(lambda: bool(one.requests or other.requests))
+        first, second = (one, other) if one.requests else (other, one)
+        first.requests[0].start(cached_tokens=2)
+        await call.read()
+        await first.crash()
+        request = await second.request()
+        request.start(cached_tokens=1)
+        request.send_tokens(smollm2.encode("STOP", add_special_tokens=False))
+        finished = (await call.read()).finished
+        assert finished.stop_string == "STOP"
+        assert finished.usage.cached_tokens == 1
+        assert await call.read() is grpc.aio.EOF
 
 
 async def test_a_refusal_as_unavailable_is_tried_elsewhere(
