@@ -19,7 +19,12 @@ from gateway.request import Prompt, TextPrompt
 from gateway.router import Router
 from gateway.served_model import ServedModel
 from gateway.stream_writer import deadline, stream_writer
-from gateway.validation import chat_prompt, checked_request_id, generation_request
+from gateway.validation import (
+    chat_prompt,
+    checked_request_id,
+    checked_token_ids,
+    generation_request,
+)
 from shared.errors import InvalidArgumentError, UnavailableError
 from shared.logs import request_logging
 from shared.metrics import GatewayMetrics
@@ -102,14 +107,15 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         model = self._known_model(request.model)
-        if request.token_ids and max(request.token_ids) >= model.info.vocab_size:
+        token_ids = checked_token_ids(request.token_ids, "token_ids")
+        highest = max(token_ids, default=0)
+        if highest >= model.info.vocab_size:
             raise InvalidArgumentError(
                 "token_ids",
-                f"must be below the vocabulary size {model.info.vocab_size}, "
-                f"got {max(request.token_ids)}",
+                f"must be below the vocabulary size {model.info.vocab_size}, got {highest}",
             )
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await self._encoder.decode(list(request.token_ids), model, skip_special_tokens=skip)
+        text = await self._encoder.decode(token_ids, model, skip_special_tokens=skip)
         return pb.DetokenizeResponse(text=text)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

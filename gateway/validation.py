@@ -3,6 +3,7 @@
 import json
 import math
 import secrets
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from gateway.request import (
@@ -24,6 +25,11 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_COMPLETIONS = 8
 MAX_LOGPROBS = 20
+# More than any context that is served. Python reads a million in some 40 ms.
+MAX_TOKEN_IDS = 1 << 20
+# Of one chat, in characters. Parsed on the event loop, and short brackets cost most: a second
+# for 4 million of them.
+MAX_JSON_CHARS = 1 << 20
 MAX_PENALTY = 2.0
 
 _JsonT = TypeVar("_JsonT", list[Any], dict[str, Any])
@@ -86,6 +92,7 @@ def chat_prompt(chat: pb.ChatPrompt, field: str = "chat") -> ChatPrompt:
         raise InvalidArgumentError(
             f"{field}.add_generation_prompt", "cannot go with continue_final_message"
         )
+    _check_json_size(chat, field)
     messages = [
         _message(message, f"{field}.messages[{index}]")
         for index, message in enumerate(chat.messages)
@@ -99,6 +106,22 @@ def chat_prompt(chat: pb.ChatPrompt, field: str = "chat") -> ChatPrompt:
         variables=_json(variables, dict, f"{field}.template_kwargs_json") if variables else {},
         field=field,
     )
+
+
+def checked_token_ids(token_ids: Sequence[int], field: str) -> list[int]:
+    """The ids, unless there are too many to be looked at on the event loop."""
+    if len(token_ids) > MAX_TOKEN_IDS:
+        raise InvalidArgumentError(field, f"at most {MAX_TOKEN_IDS} ids, got {len(token_ids)}")
+    return list(token_ids)
+
+
+def _check_json_size(chat: pb.ChatPrompt, field: str) -> None:
+    num_chars = len(chat.tools_json) + len(chat.template_kwargs_json)
+    num_chars += sum(len(message.extra_json) for message in chat.messages)
+    if num_chars > MAX_JSON_CHARS:
+        raise InvalidArgumentError(
+            field, f"at most {MAX_JSON_CHARS} characters of JSON, got {num_chars}"
+        )
 
 
 def _message(message: pb.ChatMessage, field: str) -> dict[str, Any]:
@@ -118,6 +141,8 @@ def _message(message: pb.ChatMessage, field: str) -> dict[str, Any]:
 def _json(text: str, kind: type[_JsonT], field: str) -> _JsonT:
     try:
         value = json.loads(text)
+        # JSON can escape half a surrogate pair, which no text can hold.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(field, f"is no JSON: {error}") from None
     if not isinstance(value, kind):
@@ -135,7 +160,7 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
         case "token_ids":
             if not request.token_ids.ids:
                 raise InvalidArgumentError("token_ids", "the prompt is empty")
-            return TokenPrompt(list(request.token_ids.ids))
+            return TokenPrompt(checked_token_ids(request.token_ids.ids, "token_ids"))
         case "chat":
             return chat_prompt(request.chat)
         case _:

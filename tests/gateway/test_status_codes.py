@@ -114,6 +114,12 @@ INVALID: dict[str, tuple[pb.GenerateRequest, str]] = {
     "bad tools": (chat(tools_json="{}"), "chat.tools_json"),
     "bad variables": (chat(template_kwargs_json="["), "chat.template_kwargs_json"),
     "deep variables": (chat(template_kwargs_json="[" * 10**5), "chat.template_kwargs_json"),
+    "half a character": (
+        chat(template_kwargs_json='{"x": ["\\ud800"]}'),
+        "chat.template_kwargs_json",
+    ),
+    "too much JSON": (chat(tools_json="[" + " " * (1 << 20) + "]"), "chat"),
+    "too many ids": (ids(*[9] * ((1 << 20) + 1)), "token_ids"),
     "bad extra": (
         chat(pb.ChatMessage(role="user", content="x", extra_json='{"role": "system"}')),
         "chat.messages[0].extra_json",
@@ -388,6 +394,8 @@ async def test_the_other_calls_answer(
         assert (await gateway.stub.Detokenize(special)).text == "<|im_end|>"
         outside = gateway.stub.Detokenize(pb.DetokenizeRequest(token_ids=[49152]))
         assert await outside.code() == Status.INVALID_ARGUMENT
+        many = gateway.stub.Detokenize(pb.DetokenizeRequest(token_ids=[9] * ((1 << 20) + 1)))
+        assert await many.code() == Status.INVALID_ARGUMENT
         freed = await gateway.stub.FlushCache(pb.FlushCacheRequest())
         assert freed.pages_freed == 7
         load = await gateway.stub.GetLoad(pb.GetLoadRequest())
