@@ -9,6 +9,8 @@ GrpcOptions = list[tuple[str, int | str]]
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 CLIENT_KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+# A server whose loop is busy may take a while to say hello.
+CONNECT_TIMEOUT_MS = 5_000
 # Well below every client's period: timers drift, and gRPC forbids only two early pings.
 MIN_RECV_PING_INTERVAL_MS = 10_000
 
@@ -56,7 +58,8 @@ def channel_options(
     if max_reconnect_backoff_ms:
         options += [
             ("grpc.initial_reconnect_backoff_ms", min(100, max_reconnect_backoff_ms)),
-            ("grpc.min_reconnect_backoff_ms", min(100, max_reconnect_backoff_ms)),
+            # No pause: this is how long one attempt may take, connection and settings.
+            ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
             ("grpc.max_reconnect_backoff_ms", max_reconnect_backoff_ms),
         ]
     return options

@@ -1,7 +1,11 @@
 """The options do what they are for, on real servers."""
 
+import asyncio
+from contextlib import suppress
+
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.grpc_options import (
     CLIENT_KEEPALIVE_MS,
@@ -9,6 +13,7 @@ from shared.grpc_options import (
     channel_options,
     server_options,
 )
+from shared.health import Readiness
 
 
 async def test_a_second_server_on_the_same_port_fails_unless_the_port_is_shared() -> None:
@@ -40,3 +45,33 @@ def test_both_sides_have_the_same_message_cap_in_both_directions() -> None:
     for options in (server_options(max_message_bytes=123), channel_options(max_message_bytes=123)):
         assert dict(options)["grpc.max_receive_message_length"] == 123
         assert dict(options)["grpc.max_send_message_length"] == 123
+
+
+async def test_a_server_that_is_slow_to_say_hello_is_waited_for() -> None:
+    server = grpc.aio.server()
+    await Readiness().attach(server)
+    upstream = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Longer than the pause between two attempts.
+        await asyncio.sleep(0.5)
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", upstream)
+        await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while chunk := await reader.read(1 << 16):
+                writer.write(chunk)
+        writer.close()
+
+    proxy = await asyncio.start_server(late, "127.0.0.1", 0)
+    address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    options = channel_options(max_reconnect_backoff_ms=100, own_connection=True)
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    await server.stop(None)
+    proxy.close()
+    await proxy.wait_closed()
