@@ -27,8 +27,8 @@ MAX_COMPLETIONS = 8
 MAX_LOGPROBS = 20
 # More than any context that is served. Python reads a million in some 40 ms.
 MAX_TOKEN_IDS = 1 << 20
-# Of one chat, in characters. Parsed on the event loop, and short brackets cost most: a second
-# for 4 million of them.
+MAX_CHAT_MESSAGES = 1 << 14
+# Of one chat, in characters. It is parsed on the event loop; at worst this much takes 0.1 s.
 MAX_JSON_CHARS = 1 << 20
 MAX_PENALTY = 2.0
 
@@ -85,6 +85,10 @@ def chat_prompt(chat: pb.ChatPrompt, field: str = "chat") -> ChatPrompt:
     """Checks a chat, with everything that comes as JSON parsed."""
     if not chat.messages:
         raise InvalidArgumentError(f"{field}.messages", "must not be empty")
+    if len(chat.messages) > MAX_CHAT_MESSAGES:
+        raise InvalidArgumentError(
+            f"{field}.messages", f"at most {MAX_CHAT_MESSAGES}, got {len(chat.messages)}"
+        )
     add_generation_prompt = _or_default(
         chat, "add_generation_prompt", not chat.continue_final_message
     )
@@ -226,10 +230,10 @@ def _or_default(message: Any, name: str, default: Any) -> Any:
 
 
 def _stop_rules(stopping: pb.StopConditions) -> StopRules:
+    field, num_strings = "stopping.stop_strings", len(stopping.stop_strings)
+    if num_strings > MAX_STOP_STRINGS:
+        raise InvalidArgumentError(field, f"at most {MAX_STOP_STRINGS}, got {num_strings}")
     strings = tuple(stopping.stop_strings)
-    field = "stopping.stop_strings"
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidArgumentError(field, f"at most {MAX_STOP_STRINGS}, got {len(strings)}")
     for index, string in enumerate(strings):
         size = len(string.encode())
         if not 0 < size <= MAX_STOP_STRING_BYTES:

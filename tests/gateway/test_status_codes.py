@@ -110,6 +110,7 @@ INVALID: dict[str, tuple[pb.GenerateRequest, str]] = {
         "chat",
     ),
     "no messages": (pb.GenerateRequest(chat=pb.ChatPrompt()), "chat.messages"),
+    "too many messages": (chat(*[pb.ChatMessage(role="u")] * 16385), "chat.messages"),
     "no role": (chat(pb.ChatMessage(content="x")), "chat.messages[0].role"),
     "bad tools": (chat(tools_json="{}"), "chat.tools_json"),
     "bad variables": (chat(template_kwargs_json="["), "chat.template_kwargs_json"),
