@@ -214,8 +214,9 @@ async def test_a_full_queue_refuses_at_once(slow_client: Client) -> None:
     full = [result for result in results if result[0] == "full"]
     assert len(full) == 4
     assert all(delay > 0 for _, _, delay in full)
-    # 50 ms on a quiet machine; a step takes 20 ms and the eight others several hundred.
-    assert min(took for _, took, _ in full) < 0.2
+    # Before any of the others is through: nobody waits to be refused.
+    served = [result for result in results if result[0] == "ok"]
+    assert max(took for _, took, _ in full) < min(took for _, took, _ in served)
 
 
 async def test_a_deadline_ends_a_running_request(slow_client: Client) -> None:
