@@ -30,11 +30,6 @@ class Breaker:
         self._faults = 0
         self._open_until = 0.0
 
-    @property
-    def num_faults(self) -> int:
-        """In a row, up to now."""
-        return self._faults
-
     def is_open(self, now: float) -> bool:
         return now < self._open_until
 

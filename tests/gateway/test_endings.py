@@ -242,6 +242,29 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_request_ends(
         assert "not read for 0.2 s" in (caught.value.details() or "")
 
 
+async def test_a_client_that_goes_while_a_write_to_it_waits_takes_its_request_along(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+) -> None:
+    (newline_and_80_spaces,) = smollm2.encode("\n" + " " * 80, add_special_tokens=False)
+    async with (
+        make_worker(echoes=False, max_context=1 << 21) as worker,
+        start_gateway(worker) as gateway,
+    ):
+        call = gateway.stream(text("x", max_tokens=1 << 20))
+        request = await worker.request()
+        request.start()
+        # 25 MB of text: more than every buffer on the way holds.
+        for _ in range(300):
+            request.send_tokens([newline_and_80_spaces] * 1024)
+        # What is sent on the same stream after them has come, so they have as well.
+        other = gateway.stream(text("x"))
+        (await worker.request(1)).finish()
+        await collect(other)
+        call.cancel()
+        await worker.until(lambda: request.abort_reply is False)
+        await gateway.until_idle()
+
+
 class StuckContext:
     """A client that never reads: the first write goes out, the others wait."""
 

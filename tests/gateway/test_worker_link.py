@@ -1,6 +1,7 @@
 """The link to workers: found, lost, found again, and chosen among."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import grpc
@@ -180,6 +181,49 @@ async def test_when_every_worker_was_tried_the_last_reason_is_told(
             await collect(call)
         assert caught.value.code() == Status.UNAVAILABLE
         assert "draining now" in (caught.value.details() or "")
+
+
+async def test_the_loss_of_a_worker_with_many_streams_is_one_fault(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker, breaker_threshold=2, breaker_cool_down_s=60) as gateway,
+    ):
+        (link,) = gateway.running.router.links
+        for losses, is_suspect in ((1, False), (2, True)):
+            calls = [gateway.stream(text("x")) for _ in range(3)]
+            await worker.request(3 * losses - 1)
+            await lost(gateway, worker)
+            assert [await call.code() for call in calls] == [Status.UNAVAILABLE] * 3
+            assert link.is_suspect(time.monotonic()) is is_suspect
+            await worker.start()
+            await gateway.until_ready(1)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_suspect"),
+    [
+        (Code.INVALID_ARGUMENT, False),
+        (Code.RESOURCE_EXHAUSTED, False),
+        (Code.DEADLINE_EXCEEDED, False),
+        (Code.INTERNAL, True),
+        (Code.UNAVAILABLE, True),
+    ],
+)
+async def test_only_faults_of_its_own_make_a_worker_suspect(
+    make_worker: MakeWorker, start_gateway: StartGateway, code: Code, is_suspect: bool
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker, breaker_threshold=1, breaker_cool_down_s=60) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        (await worker.request()).reject(code, "no")
+        assert await call.code() != Status.OK
+        await gateway.until_idle()
+        (link,) = gateway.running.router.links
+        assert link.is_suspect(time.monotonic()) is is_suspect
 
 
 async def test_requests_go_to_the_worker_with_fewer(
