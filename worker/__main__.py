@@ -1,6 +1,7 @@
 """`python -m worker`: reads the settings, spawns the engine process, serves."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +21,9 @@ EXIT_FAILED = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 after a clean drain, 2 on a bad configuration, 1 when the engine cannot be kept up."""
+    # Until the loop hears it, SIGINT ends us as SIGTERM does: after a KeyboardInterrupt,
+    # multiprocessing would wait for an engine that nobody has told to leave.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     config = load_config(sys.argv[1:] if arguments is None else arguments, os.environ)
     configure_logging("worker", LogFormat(config.log_format or "auto"), level=config.log_level)
     structlog.get_logger(__name__).info("settings", **config.model_dump())

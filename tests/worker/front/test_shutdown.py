@@ -147,6 +147,20 @@ async def test_a_signal_while_the_model_loads_ends_the_worker_at_once() -> None:
         assert_gone(children)
 
 
+async def test_a_sigint_while_the_engine_is_spawned_ends_the_worker_like_a_sigterm(
+    tokenizer_folder: Path,
+) -> None:
+    async with worker_process("--model", str(tokenizer_folder)) as worker:
+        await worker.log_until("settings")
+        worker.process.send_signal(signal.SIGINT)
+        assert worker.process.stderr is not None
+        log = await asyncio.wait_for(worker.process.stderr.read(), TIMEOUT_S)
+        # 0 where the loop was quicker than the signal.
+        assert await worker.exit_code(5) in (-signal.SIGINT, 0)
+        # Which multiprocessing would have met by waiting for the engine, for ever.
+        assert b"KeyboardInterrupt" not in log
+
+
 async def complaint_of(*arguments: str) -> tuple[int, str]:
     """Exit code and the last line of a worker that cannot start."""
     async with worker_process(*arguments) as worker:
