@@ -327,6 +327,21 @@ async def test_a_fault_of_the_engine_is_internal(
         assert "not finite" in (caught.value.details() or "")
 
 
+async def test_a_token_that_cannot_be_decoded_ends_its_stream_and_its_work(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        request = await worker.request()
+        request.start()
+        request.send_tokens([worker.model.vocab_size])
+        assert await call.code() == Status.INTERNAL
+        await worker.until(lambda: request.abort_reply is False)
+        other = gateway.stream(text("x"))
+        (await worker.request(1)).finish()
+        await collect(other)
+
+
 async def test_a_code_this_gateway_does_not_know_is_internal(
     make_worker: MakeWorker, start_gateway: StartGateway
 ) -> None:
@@ -397,6 +412,8 @@ async def test_the_other_calls_answer(
         assert await outside.code() == Status.INVALID_ARGUMENT
         many = gateway.stub.Detokenize(pb.DetokenizeRequest(token_ids=[9] * ((1 << 20) + 1)))
         assert await many.code() == Status.INVALID_ARGUMENT
+        crowd = gateway.stub.Abort(pb.AbortRequest(request_ids=["x"] * 1025))
+        assert await crowd.code() == Status.INVALID_ARGUMENT
         freed = await gateway.stub.FlushCache(pb.FlushCacheRequest())
         assert freed.pages_freed == 7
         load = await gateway.stub.GetLoad(pb.GetLoadRequest())
