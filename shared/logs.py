@@ -58,5 +58,10 @@ def _renderers(log_format: LogFormat) -> list[structlog.typing.Processor]:
     )
     strip = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     if is_human:
-        return [strip, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        console = structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            # Rich's tracebacks, taken where rich is installed, show every local: clients' prompts.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
+        return [strip, console]
     return [strip, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import logging, sys
 import structlog
@@ -16,6 +18,7 @@ with request_logging("r-1"):
     log.info("hello", count=3)
     logging.getLogger("theirs").warning("from the %s library", "standard")
 try:
+    prompt = "a client's secret"
     1 / 0
 except ZeroDivisionError:
     log.exception("went wrong")
@@ -39,6 +42,13 @@ def test_json_lines_carry_service_request_id_and_fields() -> None:
     assert second["event"] == "from the standard library"
     assert "request_id" not in third
     assert "ZeroDivisionError" in third["exception"]
+
+
+@pytest.mark.parametrize("log_format", ["human", "json"])
+def test_a_traceback_shows_no_values(log_format: str) -> None:
+    log = "\n".join(lines_of(log_format))
+    assert "ZeroDivisionError" in log
+    assert "secret" not in log
 
 
 def test_away_from_a_terminal_auto_is_json() -> None:
