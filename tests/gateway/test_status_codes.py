@@ -335,7 +335,9 @@ async def test_a_token_that_cannot_be_decoded_ends_its_stream_and_its_work(
         request = await worker.request()
         request.start()
         request.send_tokens([worker.model.vocab_size])
-        assert await call.code() == Status.INTERNAL
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.INTERNAL
         await worker.until(lambda: request.abort_reply is False)
         other = gateway.stream(text("x"))
         (await worker.request(1)).finish()
