@@ -130,6 +130,7 @@ def to_load_response(load: Load, *, is_ready: bool) -> pb.GetLoadResponse:
         prompt_tokens=load.prompt_tokens,
         cached_tokens=load.cached_tokens,
         generated_tokens=load.generated_tokens,
+        idle_s=load.idle_s,
     )
 
 

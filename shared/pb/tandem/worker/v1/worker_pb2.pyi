@@ -320,7 +320,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("ready", "running", "waiting", "pages_total", "pages_free", "pages_cached", "pages_held", "steps", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens")
+    __slots__ = ("ready", "running", "waiting", "pages_total", "pages_free", "pages_cached", "pages_held", "steps", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "idle_s")
     READY_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +333,7 @@ class GetLoadResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     running: int
     waiting: int
@@ -345,7 +346,8 @@ class GetLoadResponse(_message.Message):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    def __init__(self, ready: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+    idle_s: float
+    def __init__(self, ready: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_held: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
 
 class FlushCacheRequest(_message.Message):
     __slots__ = ()
