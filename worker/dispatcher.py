@@ -197,6 +197,16 @@ class Dispatcher:
     def on_engine_lost(self, reason: str) -> None:
         self._ready, self._load, self._silent_s = None, Load(), 0.0
         self._metrics.engine_losses.inc()
+        # What never ran cannot be what killed it, so another worker may try it.
+        waiting = [
+            uid_of(link.link_id, handle) for link in self._links.values() for handle in link.waiting
+        ]
+        self._fail(
+            waiting,
+            UnavailableError(
+                "the engine process died before this request ran", retry_after_ms=RETRY_AFTER_MS
+            ),
+        )
         self.fail_live(EngineError("the engine process died, and this request with it"))
         for future in self._calls.values():
             if not future.done():
@@ -215,10 +225,7 @@ class Dispatcher:
     def fail_live(self, error: ServingError) -> None:
         """Ends every live request with this error; the engine is told to drop them."""
         uids = tuple(self._uids.values())
-        now = time.monotonic()
-        for uid in uids:
-            failed = Failed(uid, error.code, error.message, error.field, error.retry_after_ms)
-            self._end(failed, now)
+        self._fail(uids, error)
         if uids:
             self._send(Abort(uids, report=False))
 
@@ -332,6 +339,12 @@ class Dispatcher:
         self._metrics.queue_time.observe(ended.queue_s)
         self._metrics.prefill_time.observe(ended.prefill_s)
         self._metrics.decode_time.observe(ended.decode_s)
+
+    def _fail(self, uids: Iterable[int], error: ServingError) -> None:
+        now = time.monotonic()
+        for uid in uids:
+            failed = Failed(uid, error.code, error.message, error.field, error.retry_after_ms)
+            self._end(failed, now)
 
     def _forget(self, request_id: str, outcome: str) -> None:
         del self._uids[request_id]

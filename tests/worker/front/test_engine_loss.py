@@ -27,7 +27,7 @@ async def test_killing_the_engine_fails_what_lives_once_and_a_new_one_serves(
         link = worker.link()
         for handle in range(6):
             await link.submit(handle, range(10, 60))
-        await link.until(lambda: len(link[0].token_ids) >= 2)
+        await link.until(lambda: all(link[handle].token_ids for handle in range(6)))
         began = asyncio.get_running_loop().time()
         worker.signal_engine(signal.SIGKILL)
         for handle in range(6):
@@ -42,6 +42,21 @@ async def test_killing_the_engine_fails_what_lives_once_and_a_new_one_serves(
         assert all(link[handle].num_endings == 1 for handle in range(6))
         second_model = await worker.stub.GetModel(pb.GetModelRequest())
         assert first_model.instance_id != second_model.instance_id
+        await worker.assert_clean()
+
+
+async def test_a_request_that_waits_when_the_engine_dies_may_be_tried_elsewhere(
+    make_worker: MakeWorker,
+) -> None:
+    async with make_worker(echo_step_ms=50, max_running=2) as worker:
+        link = worker.link()
+        for handle in range(4):
+            await link.submit(handle, range(10, 60))
+        await link.until(lambda: bool(link[0].token_ids and link[1].token_ids))
+        worker.signal_engine(signal.SIGKILL)
+        codes = [(await link.outcome(handle)).failure.code for handle in range(4)]
+        assert codes == [Code.INTERNAL, Code.INTERNAL, Code.UNAVAILABLE, Code.UNAVAILABLE]
+        await worker.wait_health(SERVING)
         await worker.assert_clean()
 
 
