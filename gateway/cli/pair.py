@@ -185,8 +185,10 @@ class Pair:
         self.gateway = Service(gateway, on_line, self._any_exit.set)
         self.is_stopping = False
 
-    async def wait_serving(self, service: Service, timeout_s: float) -> None:
-        """Returns when the service's health says SERVING.
+    async def wait_serving(
+        self, service: Service, timeout_s: float, on_wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """Returns when the service's health says SERVING; tells of each time it did not.
 
         Raises ServiceError when either service ends first or time runs out.
         """
@@ -201,6 +203,7 @@ class Pair:
                         f"{service.name} was not ready within {timeout_s:g} s",
                         lines=service.last_lines(),
                     )
+                on_wait()
                 await asyncio.sleep(_POLL_S)
 
     async def wait_exit(self) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from gateway.cli.client import CallError
 from gateway.cli.pair import (
     Pair,
+    Service,
     ServiceCommand,
     ServiceError,
     require_free,
@@ -22,6 +24,7 @@ from gateway.cli.terminal import stderr_console, write_error
 
 START_TIMEOUT_S = 600.0
 
+_STATUS_WIDTH = 100
 _COLORS = {"worker": "cyan", "gateway": "magenta"}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -118,8 +121,14 @@ def _stopping_on_signals(pair: Pair, console: Console) -> Iterator[None]:
 async def _wait_serving(console: Console, pair: Pair, timeout_s: float) -> None:
     began = time.monotonic()
     for service in (pair.worker, pair.gateway):
-        with console.status(f"waiting for the {service.name} at {service.address}"):
-            await pair.wait_serving(service, timeout_s)
+        with console.status("") as status:
+
+            def show(service: Service = service, status: Status = status) -> None:
+                seconds = time.monotonic() - began
+                doing = (service.last_lines() or [""])[-1][:_STATUS_WIDTH]
+                status.update(f"waiting for the {service.name}, {seconds:.0f} s  {escape(doing)}")
+
+            await pair.wait_serving(service, timeout_s, show)
         seconds = time.monotonic() - began
         console.print(f"[green]{service.name} ready[/] at {service.address} after {seconds:.1f} s")
 
