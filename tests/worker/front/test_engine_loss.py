@@ -22,7 +22,7 @@ from worker.messages import Fatal
 async def test_killing_the_engine_fails_what_lives_once_and_a_new_one_serves(
     make_worker: MakeWorker,
 ) -> None:
-    async with make_worker(echo_step_ms=50) as worker:
+    async with make_worker(echo_step_ms=50, max_running=6) as worker:
         first_model = await worker.stub.GetModel(pb.GetModelRequest())
         link = worker.link()
         for handle in range(6):
