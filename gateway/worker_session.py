@@ -49,7 +49,7 @@ class WorkerSession:
         # Bounded by the requests that live: a submit and an abort for each.
         self._commands: deque[pb.RunRequest] = deque()
         self._has_commands = asyncio.Event()
-        self._last_heard = 0.0
+        self._has_heard = False
         self.is_lost = False
 
     @property
@@ -61,7 +61,6 @@ class WorkerSession:
 
         Every request still on it then ends with UnavailableError.
         """
-        self._last_heard = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._read())
@@ -106,30 +105,36 @@ class WorkerSession:
             await self._has_commands.wait()
             self._has_commands.clear()
             while self._commands:
-                await self._call.write(self._commands.popleft())
+                try:
+                    await self._call.write(self._commands.popleft())
+                except asyncio.InvalidStateError:
+                    # The call has ended; the reader learns why.
+                    return
 
     async def _keep_alive(self) -> None:
         """A dead worker breaks the stream at once; this finds one that hangs."""
-        loop = asyncio.get_running_loop()
         nonce = 0
+        # Counted in pings, not by a clock: after a pause of this process, or of the whole
+        # machine, the worker's answers may be here without having been read.
+        silence_s = 0.0
         while True:
             nonce += 1
             self._send(pb.RunRequest(ping=pb.Ping(nonce=nonce)))
+            self._has_heard = False
             await asyncio.sleep(self._ping_interval_s)
-            silence_s = loop.time() - self._last_heard
-            if silence_s > self._silence_limit_s:
+            silence_s = 0.0 if self._has_heard else silence_s + self._ping_interval_s
+            if silence_s >= self._silence_limit_s:
                 raise UnavailableError(
                     f"worker {self._address} has said nothing for {silence_s:.1f} s"
                 )
 
     async def _read(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             response = await self._call.read()
             # EOF is a value of its own type.
             if not isinstance(response, pb.RunResponse):
                 raise UnavailableError(f"worker {self._address} closed the stream")
-            self._last_heard = loop.time()
+            self._has_heard = True
             self._take(response)
 
     def _take(self, response: pb.RunResponse) -> None:

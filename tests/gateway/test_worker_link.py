@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from typing import cast
 
 import grpc
 import pytest
@@ -11,8 +12,10 @@ from gateway.backoff import Backoff, Breaker
 from gateway.config import GatewayConfig
 from gateway.server import running_gateway
 from gateway.tokenizer import TextTokenizer
-from shared.errors import Code
+from gateway.worker_session import RunCall, WorkerSession
+from shared.errors import Code, UnavailableError
 from shared.pb.tandem.v1 import inference_pb2 as pb
+from shared.pb.tandem.worker.v1 import worker_pb2 as worker_pb
 from tests.gateway.client import GatewayUnderTest, collect, text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
@@ -278,6 +281,60 @@ async def test_a_worker_that_hangs_counts_as_lost(
         assert await call.code() == Status.UNAVAILABLE
         worker.answers_pings = True
         await gateway.until_ready(1)
+
+
+async def test_a_pause_of_the_gateway_itself_is_no_silence_of_the_worker(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        start_gateway(worker, worker_silence_limit_s=0.3) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        received = await worker.request()
+        be_stopped(0.6)
+        received.start()
+        received.finish()
+        assert (await collect(call)).finished.finish_reason == pb.FINISH_REASON_LENGTH
+
+
+def be_stopped(seconds: float) -> None:
+    """As a process that gets no time: nothing runs meanwhile, and then everything is due."""
+    time.sleep(seconds)
+
+
+async def test_a_session_whose_call_ends_while_it_writes_says_what_the_reader_learned() -> None:
+    session = WorkerSession(
+        "a worker",
+        cast(RunCall, EndingCall()),
+        ping_interval_s=60,
+        silence_limit_s=300,
+        on_load=lambda _: None,
+        on_lag=lambda _: None,
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await session.run()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, UnavailableError)
+    assert "closed the stream" in error.message
+
+
+class EndingCall:
+    """A call that has ended when the first command is written, which its reader hears later."""
+
+    def __init__(self) -> None:
+        self._written = asyncio.Event()
+
+    async def write(self, command: worker_pb.RunRequest) -> None:
+        self._written.set()
+        raise asyncio.InvalidStateError("RPC already finished.")
+
+    async def read(self) -> object:
+        await self._written.wait()
+        return grpc.aio.EOF
+
+    def cancel(self) -> None:
+        """Has no effect any more."""
 
 
 async def test_many_requests_at_once_keep_their_own_tokens(
