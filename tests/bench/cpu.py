@@ -6,9 +6,9 @@ transformers as one batch of equal lengths (so nothing is padded), the pair as c
 gRPC streams from a client process to a gateway process to a worker process. Times are what
 a caller sees, prefill included. Each ratio is the median of the rounds' own ratios.
 
-OpenMP's threads spin as the worker has them spin in both, which costs transformers nothing
-on an idle machine and saves it from collapse on a busy one; --reference-spins-freely leaves
-its process alone.
+OpenMP's threads spin in both as the worker has them spin (worker/engine/openmp.py): on a
+busy machine transformers would collapse otherwise. --reference-spins-freely leaves its
+process as libgomp would have it.
 
 The prompts of every round bear a salt of their own, so that no round finds another's
 prefixes in the cache. The added time to first token is the client's, less what the worker
