@@ -6,7 +6,6 @@ What tells the architectures apart is their attention, which each has in its own
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +17,13 @@ from worker.models.ops import Rotation
 class Attention(Protocol):
     """An architecture's attention: its projections around the engine's `attend`."""
 
-    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor: ...
+    qkv: Linear
+
+    def __call__(
+        self, residual: Tensor, norm: RMSNorm, rotation: Rotation, attend: Attend
+    ) -> Tensor:
+        """residual + the attention of its norm."""
+        ...
 
     def slots(self, prefix: str) -> Slots: ...
 
@@ -38,14 +43,9 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(build)
         self.mlp = GatedMLP(build)
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, rotation: Rotation, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """x is what the part before has yet to add to the residual stream."""
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, rotation, attend)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+    def __call__(self, residual: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        residual = self.attention(residual, self.input_norm, rotation, attend)
+        return self.mlp(residual, self.mlp_norm)
 
     def slots(self, prefix: str) -> Slots:
         return {
@@ -56,6 +56,8 @@ class DecoderLayer:
         }
 
     def pack(self) -> None:
+        self.input_norm.fold_into(self.attention.qkv)
+        self.mlp_norm.fold_into(self.mlp.gate_up)
         self.attention.pack()
         self.mlp.pack()
 
@@ -87,12 +89,11 @@ class Decoder:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of token_ids and positions [num_tokens]."""
-        x = F.embedding(token_ids, self.embedding)
-        residual = torch.zeros_like(x)
+        residual = F.embedding(token_ids, self.embedding)
         rotation = self.rotary(positions)
         for layer in self.layers:
-            x, residual = layer(x, residual, rotation, attend)
-        return residual + x
+            residual = layer(residual, rotation, attend)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab_size] for hidden states [n, hidden_size] that the call gave."""

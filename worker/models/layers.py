@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.models.config import ModelConfig, RopeConfig, RopeKind
-from worker.models.ops import Ops, Rotation
+from worker.models.ops import Norm, Ops, Rotation
 
 # Published name -> the memory to fill.
 Slots = dict[str, Tensor]
@@ -58,6 +58,14 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self.weight, self.bias)
 
+    def of_norm(self, x: Tensor, norm: "RMSNorm") -> Tensor:
+        """The product of the norm of x."""
+        return self._ops.norm_linear(x, norm.norm, self.weight, self.bias)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + the product, in place of `residual`."""
+        return self._ops.linear_add(x, self.weight, self.bias, residual)
+
     def slots(self, prefix: str) -> Slots:
         """`{prefix}{part}.weight` and `.bias`, as slices of the joint weight."""
         slots: Slots = {}
@@ -79,15 +87,15 @@ class RMSNorm:
 
     def __init__(self, build: Build) -> None:
         self._ops = build.ops
-        self._eps = build.config.norm_eps
         self.weight = build.empty(build.config.hidden_size)
+        self.norm: Norm = (self.weight, build.config.norm_eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self._eps)
+        return self._ops.rms_norm(x, self.norm)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds x to the residual stream: the norm of the sum, and the sum."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
+    def fold_into(self, linear: Linear) -> None:
+        """Before packing: `linear` is the only one that reads this norm."""
+        self._ops.fold(self.weight, linear.weight)
 
 
 class HeadNorm:
@@ -140,8 +148,10 @@ class GatedMLP:
         self.gate_up = Linear(build, hidden, {"gate_proj": ffn, "up_proj": ffn})
         self.down = Linear(build, ffn, {"down_proj": hidden})
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.silu_and_mul(self.gate_up(x)))
+    def __call__(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """residual + the MLP of its norm."""
+        gated = self._ops.norm_gated_linear(residual, norm.norm, self.gate_up.weight)
+        return self.down.added(gated, residual)
 
     def slots(self, prefix: str) -> Slots:
         return self.gate_up.slots(prefix) | self.down.slots(prefix)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from worker.models.attention import Attend
 from worker.models.decoder import Decoder
-from worker.models.layers import Build, Linear, Slots
+from worker.models.layers import Build, Linear, RMSNorm, Slots
 from worker.models.ops import Rotation
 
 
@@ -28,12 +28,15 @@ class LlamaAttention:
         self.qkv = Linear(build, config.hidden_size, parts, bias=config.attention_bias)
         self.out = Linear(build, q_size, {"o_proj": config.hidden_size}, bias=config.attention_bias)
 
-    def __call__(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self._head_dim)
+    def __call__(
+        self, residual: Tensor, norm: RMSNorm, rotation: Rotation, attend: Attend
+    ) -> Tensor:
+        """residual + the attention of its norm."""
+        qkv = self.qkv.of_norm(residual, norm).view(len(residual), -1, self._head_dim)
         q, kv = qkv.split_with_sizes(self._split, dim=1)
         qk = qkv[:, : self._num_rotated]
         self._ops.rotate(qk, rotation)
-        return self.out(attend(self._index, q, kv))
+        return self.out.added(attend(self._index, q, kv), residual)
 
     def slots(self, prefix: str) -> Slots:
         return self.qkv.slots(prefix) | self.out.slots(prefix)

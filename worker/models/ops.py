@@ -12,6 +12,8 @@ from torch import Tensor
 
 # What one step needs to rotate its tokens; made by `Ops.rotation`, read by `Ops.rotate`.
 Rotation = tuple[Tensor, Tensor]
+# Gain [size] and epsilon of an RMSNorm.
+Norm = tuple[Tensor, float]
 
 
 class Ops(Protocol):
@@ -21,16 +23,28 @@ class Ops(Protocol):
         """The weight [out, in] in the layout that `linear` is fastest with."""
         ...
 
+    def fold(self, gain: Tensor, weight: Tensor) -> None:
+        """May move a norm's gain into the unpacked weight that alone reads the norm, in place."""
+        ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] times a packed weight: [n, out]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum; either argument may be overwritten."""
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` of the norm of x, which stays as it is."""
+        ...
+
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        """silu of the first half of `norm_linear`'s last axis, times the second half."""
+        ...
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """residual + `linear`; `residual` may be overwritten."""
         ...
 
     def head_norm(self, qk: Tensor, weight: Tensor, eps: float) -> None:
@@ -52,10 +66,6 @@ class Ops(Protocol):
         """Rotary embedding, in place, of qk [n, heads, head_dim], which may be a strided view."""
         ...
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half) * second half of the last axis."""
-        ...
-
 
 class TorchOps:
     """Plain torch, for any device. With `prepack`, float32 weights go to oneDNN's layout.
@@ -67,6 +77,9 @@ class TorchOps:
     def __init__(self, *, prepack: bool = False) -> None:
         self._prepack = prepack and _prepack_works()
 
+    def fold(self, gain: Tensor, weight: Tensor) -> None:
+        """The gain stays where it is."""
+
     def pack(self, weight: Tensor) -> Tensor:
         return _prepack(weight) if self._prepack and weight.dtype == torch.float32 else weight
 
@@ -75,14 +88,21 @@ class TorchOps:
             return _prepacked_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        gain, eps = norm
+        return F.rms_norm(x, gain.shape, gain, eps)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        residual.add_(x)
-        return F.rms_norm(residual, weight.shape, weight, eps), residual
+    def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(self.rms_norm(x, norm), weight, bias)
+
+    def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        gate, up = self.norm_linear(x, norm, weight, None).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def linear_add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        return residual.add_(self.linear(x, weight, bias))
 
     def head_norm(self, qk: Tensor, weight: Tensor, eps: float) -> None:
         torch.mul(F.rms_norm(qk, qk.shape[-1:], None, eps), weight, out=qk)
@@ -100,10 +120,6 @@ class TorchOps:
         cos, sin = rotation
         halves_swapped = qk.roll(qk.shape[-1] // 2, dims=-1)
         qk.mul_(cos).addcmul_(halves_swapped, sin)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
 
 # Rows that the layout is chosen for. Any number above 1 gives the same layout, which

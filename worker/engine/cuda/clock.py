@@ -1,8 +1,33 @@
-"""Device times as time.monotonic() seconds, from CUDA events."""
+"""Device times as time.monotonic() seconds, from CUDA events and the host's own clock."""
 
 import time
+from dataclasses import dataclass, field
 
 import torch
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+@dataclass(slots=True)
+class StepTiming:
+    """Events around a step, and when the host had queued its work.
+
+    The begin event fires as soon as the step before is over, which may be before the host
+    has queued what comes after it. A step has begun when both are true, so that a device
+    that waits for a late host counts as idle. For a graph the host's time is that at which
+    its launch returned: an upper bound on the wait, for the device begins a little earlier.
+    A step without a graph begins with its first kernel; should the device outrun the host
+    between two of its kernels, that is not seen.
+    """
+
+    begin: torch.cuda.Event = field(default_factory=_event)
+    end: torch.cuda.Event = field(default_factory=_event)
+    queued_at: float = 0.0
+
+    def queued(self) -> None:
+        self.queued_at = time.monotonic()
 
 
 class DeviceClock:
@@ -13,22 +38,20 @@ class DeviceClock:
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._last = torch.cuda.Event(enable_timing=True)
+        self._last = _event()
         self._last.record(stream)
         self._last.synchronize()
         self._last_time = time.monotonic()
 
-    def times(
-        self, begin: torch.cuda.Event, end: torch.cuda.Event, *, waited_from: float, now: float
-    ) -> tuple[float, float]:
+    def times(self, step: StepTiming, *, waited_from: float, now: float) -> tuple[float, float]:
         """Begin and end of a step whose end event was waited for from `waited_from` to `now`."""
-        to_begin = self._last.elapsed_time(begin) / 1e3
-        to_end = begin.elapsed_time(end) / 1e3
+        to_begin = self._last.elapsed_time(step.begin) / 1e3
+        to_end = step.begin.elapsed_time(step.end) / 1e3
         finished_at = self._last_time + to_begin + to_end
         # The two clocks drift apart; what the host has seen bounds what can be true. A step
         # that had ended before the wait says only that it is not later than now.
         if now - waited_from > 1e-4:
             finished_at = max(finished_at, waited_from)
         finished_at = min(finished_at, now)
-        self._last, self._last_time = end, finished_at
-        return finished_at - to_end, finished_at
+        self._last, self._last_time = step.end, finished_at
+        return min(max(finished_at - to_end, step.queued_at), finished_at), finished_at

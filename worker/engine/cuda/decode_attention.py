@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.engine.cuda.launch import dependent_launch
+from worker.engine.cuda.launch import dependent_launch, prefetch
 
 # log2(e): the softmax is computed with exp2, which is one instruction.
 _LOG2E = 1.4426950408889634
@@ -28,6 +28,8 @@ _ITEM_WORDS = 8
 _TILE = 64
 # tl.dot needs 16 rows; a group of query heads is padded to that.
 _GROUP_ROWS = 16
+# Tokens of a chunk whose K and V are fetched to the L2 while q is still being computed.
+_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def decode_attention(
         COMBINED=16,
         ITEM_WORDS=_ITEM_WORDS,
         TILE=_TILE,
+        AHEAD=_AHEAD,
         # Many small programs on a multiprocessor hide each other's waits: of eight shapes of
         # tile this was the best from batch 1 to 128, and within 1 % of it at 256.
         num_warps=1,
@@ -235,11 +238,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has n
     COMBINED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
     TILE: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     head = tl.program_id(0)
     item = tl.program_id(1)
     line = items + item * ITEM_WORDS
@@ -254,6 +257,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has n
         return
     table = page_table + row.to(tl.int64) * page_table_stride
     is_last_chunk = item - first == num_chunks - 1
+    if PDL:
+        ahead = tl.maximum(tl.minimum(begin + tl.arange(0, AHEAD), end - 1), 0)
+        near = tl.load(table + ahead // PAGE_SIZE).to(tl.int64) * NUM_KV_HEADS + head
+        near = (near * PAGE_SIZE + ahead % PAGE_SIZE) * HEAD_DIM
+        near = near[:, None] + tl.arange(0, HEAD_DIM // 64)[None, :] * 64
+        prefetch(k_pages + near)
+        prefetch(v_pages + near)
+        gdc_wait()
 
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2

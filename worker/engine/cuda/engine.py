@@ -20,7 +20,7 @@ from worker.engine.cuda.attention import (
     PrefillAttention,
     StepRows,
 )
-from worker.engine.cuda.clock import DeviceClock
+from worker.engine.cuda.clock import DeviceClock, StepTiming
 from worker.engine.cuda.decode_attention import DecodeShape, DecodeWork
 from worker.engine.cuda.graphs import DecodeGraphs
 from worker.engine.cuda.ops import CudaOps
@@ -84,23 +84,18 @@ class CudaStep:
     """A step that was queued."""
 
     def __init__(
-        self,
-        engine: "CudaEngine",
-        host_token_ids: Int32Array,
-        begin: torch.cuda.Event,
-        end: torch.cuda.Event,
+        self, engine: "CudaEngine", host_token_ids: Int32Array, timing: StepTiming
     ) -> None:
         self._engine = engine
         self._host_token_ids = host_token_ids
-        self._begin = begin
-        self._end = end
+        self._timing = timing
 
     def result(self) -> StepResult:
         waited_from = time.monotonic()
         try:
-            self._end.synchronize()
+            self._timing.end.synchronize()
             times = self._engine.clock.times(
-                self._begin, self._end, waited_from=waited_from, now=time.monotonic()
+                self._timing, waited_from=waited_from, now=time.monotonic()
             )
         except RuntimeError as error:
             raise self._engine.fault(error) from error
@@ -201,23 +196,25 @@ class CudaEngine:
         num_columns = align_words(graph_batch or plan.num_rows)
         with torch.cuda.stream(self._scheduler_stream):
             staged = self._staging.stage(plan, num_columns, self._scheduler_stream)
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        timing = StepTiming()
         with torch.cuda.stream(self._engine_stream):
             self._engine_stream.wait_event(staged.slot.copied)
-            begin.record(self._engine_stream)
+            timing.begin.record(self._engine_stream)
             inputs = self._inputs[: NUM_FIELDS * num_columns]
             begin_step(staged.row_block, inputs, staged.updates, self._page_table)
+            timing.queued()
             if is_decode:
                 staged.slot.read.record(self._engine_stream)
                 self._run_decode(plan.num_rows, graph_batch)
+                if graph_batch is not None:
+                    timing.queued()
             else:
                 self._extend(plan, staged)
             host = self._host_token_ids[self._num_launched % _NUM_RESULTS, : plan.num_rows]
             host.copy_(self._token_ids[: plan.num_rows], non_blocking=True)
-            end.record(self._engine_stream)
+            timing.end.record(self._engine_stream)
         self._num_launched += 1
-        return CudaStep(self, host.numpy(), begin, end)
+        return CudaStep(self, host.numpy(), timing)
 
     def _run_decode(self, num_rows: int, graph_batch: int | None) -> None:
         assert torch.cuda.current_stream() == self._engine_stream

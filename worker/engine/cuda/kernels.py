@@ -16,16 +16,34 @@ from worker.engine.cuda.launch import dependent_launch
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm of each row of [num_tokens, hidden]; returns a new tensor."""
     out = torch.empty_like(x)
-    _launch_norm(out, x, x, weight, eps, add=False)
+    num_tokens, hidden = x.shape
+    _norm_kernel[(num_tokens,)](
+        out,
+        x,
+        weight,
+        x.stride(0),
+        hidden,
+        eps,
+        BLOCK=triton.next_power_of_2(hidden),
+        num_warps=4 if hidden <= 4096 else 8,
+        **dependent_launch(),
+    )
     return out
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Adds x to `residual` in place, and returns the RMSNorm of the sum."""
-    out = torch.empty_like(x)
-    _launch_norm(out, x, residual, weight, eps, add=True)
+def row_squares(x: torch.Tensor) -> torch.Tensor:
+    """The sum of each row's squares of [num_tokens, hidden]: [1, num_tokens] float32."""
+    num_tokens, hidden = x.shape
+    out = torch.empty(1, num_tokens, dtype=torch.float32, device=x.device)
+    _row_squares_kernel[(num_tokens,)](
+        out,
+        x,
+        x.stride(0),
+        hidden,
+        BLOCK=triton.next_power_of_2(hidden),
+        num_warps=4,
+        **dependent_launch(),
+    )
     return out
 
 
@@ -88,41 +106,14 @@ def rotate_and_append(
     )
 
 
-def _launch_norm(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    add: bool,
-) -> None:
-    num_tokens, hidden = x.shape
-    _norm_kernel[(num_tokens,)](
-        out,
-        x,
-        residual,
-        weight,
-        x.stride(0),
-        hidden,
-        eps,
-        ADD=add,
-        BLOCK=triton.next_power_of_2(hidden),
-        num_warps=4 if hidden <= 4096 else 8,
-        **dependent_launch(),
-    )
-
-
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
     out,
     x,
-    residual,
     weight,
     x_stride,
     hidden,
     eps,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -134,11 +125,21 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        value += tl.load(residual + row * hidden + column, mask=mask, other=0.0).to(tl.float32)
-        tl.store(residual + row * hidden + column, value.to(out.dtype.element_ty), mask=mask)
     scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
     tl.store(out + row * hidden + column, (value * scale * gain).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _row_squares_kernel(  # type: ignore[no-untyped-def]
+    out, x, x_stride, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_stride + column, mask=column < hidden, other=0.0).to(tl.float32)
+    tl.store(out + row, tl.sum(value * value, 0))
 
 
 @triton.jit

@@ -1,0 +1,226 @@
+"""Matrix products of decode steps, with what comes before and after them in one kernel.
+
+A layer has four. The two that read a norm (q/k/v and gate/up) scale their rows by it after
+the sum over k: the gain lies in their weights (`CudaOps.fold`), and what is left of a norm is
+one factor for each row. The two that add to the residual stream (attention's output and the
+MLP's) also leave what that factor is made of: for each tile of columns, the sum of each row's
+squares. Sums are added in the order of the tiles, so a product repeats itself bit by bit.
+
+These kernels are launched while the kernel before them still runs, and fetch their weights
+into the L2 meanwhile, for weights do not depend on it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from worker.engine.cuda.launch import dependent_launch, prefetch
+
+# bfloat16 numbers of one line of the L2.
+_LINE = 64
+# Most lines that a program fetches ahead: 128 KiB.
+_MOST_LINES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program works on."""
+
+    rows: int
+    columns: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowSquares:
+    """Sums of each row's squares over tiles of its columns: [num_tiles, num_rows] float32."""
+
+    sums: torch.Tensor
+    eps: float
+
+
+def is_faster(num_rows: int, weight_shape: torch.Size) -> bool:
+    """Whether these kernels beat cuBLAS and the kernels that they save."""
+    return num_rows <= 64
+
+
+def choose_tile(num_rows: int, n: int, k: int, *, gated: bool) -> Tile:
+    """By measurement; see the table in docs/performance.md."""
+    wide = n >= 4096 and not gated
+    if num_rows <= 16:
+        return Tile(16, 32 if wide else 16, 256, 4, 4)
+    if num_rows <= 32:
+        return Tile(32, 32 if wide else 16, 256, 4, 4)
+    return Tile(64, 32, 128, 4, 4)
+
+
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    squares: RowSquares | None = None,
+    gated: bool = False,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x [num_rows, k] times weight [n, k] transposed, plus bias: [num_rows, n].
+
+    With `squares`, of x, its rows are RMS-normed first. `gated` gives [num_rows, n / 2]: silu
+    of the first half of the columns times the second.
+    """
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    _launch(out, x, weight, bias, out, squares, gated=gated, tile=tile)
+    return out
+
+
+def product_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Adds the product to `residual`, in place; gives its rows' squares, as in RowSquares."""
+    (num_rows, k), n = x.shape, weight.shape[0]
+    tile = tile or choose_tile(num_rows, n, k, gated=False)
+    num_tiles = triton.cdiv(n, tile.columns)
+    sums = torch.empty(num_tiles, num_rows, dtype=torch.float32, device=x.device)
+    _launch(residual, x, weight, bias, sums, None, add=True, tile=tile)
+    return sums
+
+
+def _launch(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    new_sums: torch.Tensor,
+    squares: RowSquares | None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    tile: Tile | None,
+) -> None:
+    (num_rows, k), n = x.shape, out.shape[1]
+    tile = tile or choose_tile(num_rows, n, k, gated=gated)
+    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous()
+    lines = min(triton.cdiv(k, _LINE), _MOST_LINES // tile.columns)
+    _product_kernel[(triton.cdiv(n, tile.columns), triton.cdiv(num_rows, tile.rows))](
+        out,
+        x,
+        weight,
+        bias if bias is not None else x,
+        squares.sums if squares is not None else x,
+        new_sums,
+        num_rows,
+        x.stride(0),
+        squares.eps if squares is not None else 0.0,
+        N=n,
+        K=k,
+        NUM_SUMS=squares.sums.shape[0] if squares is not None else 0,
+        BLOCK_SUMS=triton.next_power_of_2(squares.sums.shape[0]) if squares is not None else 1,
+        HAS_BIAS=bias is not None,
+        GATED=gated,
+        ADD=add,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=min(tile.k, triton.next_power_of_2(k)),
+        LINES=triton.next_power_of_2(lines),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **dependent_launch(),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has no closures
+    out,
+    x,
+    weight,
+    bias,
+    sums,
+    new_sums,
+    num_rows,
+    x_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
+    BLOCK_SUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Beyond the edges the last row or column is read again, and nothing is stored.
+    row = tl.minimum(m, num_rows - 1)
+    w_rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+    if PDL:
+        gdc_launch_dependents()
+        if tl.program_id(1) == 0:
+            line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)[None, :]
+            prefetch(w_rows + line)
+            if GATED:
+                prefetch(w_rows + line + N * K)
+        gdc_wait()
+    exists = (m < num_rows)[:, None] & (n < N)[None, :]
+    out_ptr = out + row[:, None].to(tl.int64) * N + n[None, :]
+    if NUM_SUMS > 0:
+        t = tl.arange(0, BLOCK_SUMS)
+        parts = tl.load(
+            sums + t[None, :] * num_rows + row[:, None], mask=(t < NUM_SUMS)[None, :], other=0.0
+        )
+        scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)
+    if ADD:
+        before = tl.load(out_ptr, mask=exists, other=0.0).to(tl.float32)
+
+    x_ptr = x + row[:, None] * x_stride + k[None, :]
+    w_ptr = w_rows + k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            a = tl.load(x_ptr + start)
+            b = tl.load(w_ptr + start)
+        else:
+            inside = (start + k < K)[None, :]
+            a = tl.load(x_ptr + start, mask=inside, other=0.0)
+            b = tl.load(w_ptr + start, mask=inside, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc)
+        if GATED:
+            if K % BLOCK_K == 0:
+                c = tl.load(w_ptr + start + N * K)
+            else:
+                c = tl.load(w_ptr + start + N * K, mask=inside, other=0.0)
+            up = tl.dot(a, tl.trans(c), up)
+
+    if NUM_SUMS > 0:
+        acc *= scale[:, None]
+        up *= scale[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up
+    if ADD:
+        acc += before
+    result = acc.to(out.dtype.element_ty)
+    tl.store(out_ptr, result, mask=exists)
+    if ADD:
+        # Of what was stored, which is what the next product reads.
+        kept = tl.where(exists, result.to(tl.float32), 0.0)
+        sum_ptr = new_sums + tl.program_id(0) * num_rows + m
+        tl.store(sum_ptr, tl.sum(kept * kept, 1), mask=m < num_rows)
