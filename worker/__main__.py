@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineStartError as error:
         print(f"tandem worker: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION if error.is_configuration else EXIT_FAILED
+    finally:
+        # Whatever went wrong: at exit, multiprocessing waits for children.
+        first.end()
     return 0
 
 
