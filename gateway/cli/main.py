@@ -6,13 +6,17 @@ import sys
 from collections.abc import Coroutine
 from enum import IntEnum
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from gateway.cli import bench_serve as bench_command
 from gateway.cli import demo as demo_command
 from gateway.cli import health as health_command
+from gateway.cli import trace as trace_command
 from gateway.cli import up as up_command
+from gateway.cli.bench_pool import BenchError
 from gateway.cli.chat import chat as run_chat
 from gateway.cli.child import python_command
 from gateway.cli.client import CallError, Target
@@ -20,6 +24,7 @@ from gateway.cli.generate import GenerateOptions, build_request, generate_json
 from gateway.cli.generate import generate as stream_generate
 from gateway.cli.model import show_model
 from gateway.cli.terminal import stderr_console, write_error
+from gateway.cli.trace_file import TraceError
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.version import tandem_version
 
@@ -41,7 +46,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# For the two commands that hand every flag on, --help too.
+bench_app = typer.Typer(help="Measure an engine alone, or the pair under load.")
+app.add_typer(bench_app, name="bench", no_args_is_help=True)
+
+# For the commands that hand every flag on, --help too.
 _PASS_THROUGH = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -221,6 +229,86 @@ def health(
         raise typer.Exit(ExitCode.FAILED)
 
 
+@app.command()
+def trace(
+    address: Annotated[str, typer.Option(help="The worker, host:port.")] = DEFAULT_WORKER_ADDRESS,
+    steps: Annotated[int, typer.Option(help="How many to record.", min=1, max=10_000)] = 200,
+    out: Annotated[Path, typer.Option(help="Perfetto opens it.")] = Path("trace.json.gz"),
+    png: Annotated[Path | None, typer.Option(help="Draw the recording, too.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Draw two recordings above each other, and record nothing."),
+    ] = None,
+) -> None:
+    """Record the next steps of a live worker: what host and device did, and when."""
+    if compare is None:
+        options = trace_command.TraceOptions(address, steps, out, png)
+        _call(trace_command.trace(options))
+        return
+    try:
+        trace_command.compare(*compare, png or Path("trace.png"))
+    except (TraceError, OSError) as error:
+        write_error(stderr_console(), str(error))
+        raise typer.Exit(ExitCode.FAILED) from None
+
+
+@bench_app.command(context_settings=_PASS_THROUGH, add_help_option=False)
+def offline(context: typer.Context) -> None:
+    """Measure the engine process alone; `tandem bench offline --help` lists its flags."""
+    _become("worker.bench", context.args)
+
+
+@bench_app.command()
+def serve(
+    worker_arguments: WorkerArguments = None,
+    clients: Annotated[int, typer.Option(help="Streams at once.", min=1)] = 256,
+    num_requests: Annotated[int, typer.Option(help="In all.", min=1)] = 256,
+    workload: Annotated[
+        bench_command.Workload, typer.Option(help="What is sent.")
+    ] = bench_command.Workload.STANDARD,
+    processes: Annotated[
+        int | None, typer.Option(help="Client processes; not set: by the cores.", min=1)
+    ] = None,
+    connections: Annotated[int, typer.Option(help="Of all clients together.", min=1)] = 16,
+    address: Address = DEFAULT_ADDRESS,
+    worker_address: Annotated[
+        str, typer.Option(help="The worker, for the figures of host and device.")
+    ] = DEFAULT_WORKER_ADDRESS,
+    token: Token = "",
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.", min=1)] = 600.0,
+    trace_out: Annotated[
+        Path | None, typer.Option("--trace", help="Keep the recording of some steps.")
+    ] = None,
+    start: Annotated[bool, typer.Option(help="Start the pair for it, on free ports.")] = False,
+    model: Model = "",
+    shape: Annotated[
+        str, typer.Option(help="qwen3-0.6b or qwen3-8b, with dummy weights; with --start.")
+    ] = "",
+    logs: Annotated[bool, typer.Option(help="With --start: show what the two log.")] = False,
+) -> None:
+    """Measure a running pair with many streaming clients."""
+    options = bench_command.ServeOptions(
+        address=address,
+        worker_address=worker_address,
+        token=token,
+        num_clients=clients,
+        num_requests=num_requests,
+        num_processes=processes or bench_command.default_processes(),
+        num_connections=connections,
+        timeout_s=timeout,
+        workload=workload,
+        trace=trace_out,
+    )
+    arguments = [*bench_command.shape_arguments(shape), *_worker_arguments(model, worker_arguments)]
+    if not start and arguments:
+        raise typer.BadParameter("worker flags, --model and --shape go with --start")
+    if start:
+        raise typer.Exit(
+            asyncio.run(bench_command.bench_started(options, arguments, shows_logs=logs))
+        )
+    _call(bench_command.bench_running(options))
+
+
 def _worker_arguments(model: str, more: list[str] | None) -> list[str]:
     return [*(["--model", model] if model else []), *(more or [])]
 
@@ -240,7 +328,7 @@ def _call(work: Coroutine[Any, Any, None]) -> None:
     """Runs a call to its end; a failure is one line on stderr and an exit code."""
     try:
         asyncio.run(work)
-    except CallError as error:
+    except (CallError, TraceError, BenchError, OSError) as error:
         write_error(stderr_console(), str(error))
         raise typer.Exit(ExitCode.FAILED) from None
     except KeyboardInterrupt:
