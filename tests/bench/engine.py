@@ -7,13 +7,13 @@ greedy, prompts of 256 tokens, decode steps alone.
 """
 
 import argparse
-import random
 import sys
 import time
 
 import numpy as np
 import torch
 
+from shared import workload
 from shared.types import SamplingParams
 from tests.bench import report
 from tests.bench.offline import Run, random_prompt, run_offline
@@ -27,18 +27,16 @@ _VOCAB_USED = 10_000
 
 def standard_workload(seed: int) -> list[NewRequest]:
     """The 256 requests of the public benchmark (seed 0), or others of the same lengths."""
-    rng = random.Random(0)
-    prompts = []
-    for _ in range(256):
-        prompt_len = rng.randint(100, 1024)
-        prompts.append([rng.randint(0, _VOCAB_USED) for _ in range(prompt_len)])
-    requests = []
-    for i, prompt in enumerate(prompts):
-        tokens = (np.array(prompt, np.int32) + seed) % _VOCAB_USED
-        params = SamplingParams(temperature=0.6, seed=1000 * seed + i)
-        max_tokens = rng.randint(100, 1024)
-        requests.append(NewRequest(i + 1, tokens, max_tokens, params, ignore_eos=True))
-    return requests
+    return [
+        NewRequest(
+            i + 1,
+            np.array(request.prompt_token_ids, np.int32),
+            request.max_tokens,
+            SamplingParams(temperature=request.temperature, seed=request.seed),
+            ignore_eos=True,
+        )
+        for i, request in enumerate(workload.standard_workload(seed))
+    ]
 
 
 def batch_workload(batch: int, prompt_len: int, max_tokens: int, seed: int) -> list[NewRequest]:
