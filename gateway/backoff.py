@@ -2,6 +2,10 @@
 
 import random
 
+# What a client is told of when to try again: by then a worker that was lost is back or
+# given up, and a queue has moved.
+RETRY_AFTER_MS = 1000
+
 
 class Backoff:
     """Waits that double up to a limit, with jitter; the first is short."""

@@ -3,20 +3,29 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import TypeVar
 
+from gateway.backoff import RETRY_AFTER_MS
 from gateway.chat_template import TemplateRefusedError
 from gateway.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from gateway.served_model import ServedModel
 from gateway.tokenizer import NoTextError, Tokenizer
-from shared.errors import InvalidArgumentError
+from shared.errors import InvalidArgumentError, QueueFullError
+
+_T = TypeVar("_T")
 
 
 class PromptEncoder:
-    """Encodes on a few threads; a request that is cancelled while it waits is never encoded."""
+    """Encodes on a few threads; a request that is cancelled while it waits is never encoded.
 
-    def __init__(self, executor: Executor, *, max_prompt_bytes: int) -> None:
+    Every call raises QueueFullError, at once, when `max_pending` others are not done.
+    """
+
+    def __init__(self, executor: Executor, *, max_prompt_bytes: int, max_pending: int) -> None:
         self._executor = executor
         self._max_prompt_bytes = max_prompt_bytes
+        self._max_pending = max_pending
+        self._num_pending = 0
 
     def encode(self, prompt: Prompt, model: ServedModel) -> asyncio.Future[list[int]]:
         """The prompt's token ids, with room for at least one more in the context.
@@ -35,11 +44,22 @@ class PromptEncoder:
         def decode() -> str:
             return model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-        loop = asyncio.get_running_loop()
-        return loop.run_in_executor(self._executor, decode)
+        return self._run(decode)
 
-    def _run(self, work: Callable[[], list[int]]) -> asyncio.Future[list[int]]:
-        return asyncio.get_running_loop().run_in_executor(self._executor, work)
+    def _run(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        if self._num_pending >= self._max_pending:
+            raise QueueFullError(
+                f"{self._num_pending} texts wait for the tokenizer, "
+                f"the limit is {self._max_pending}",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        self._num_pending += 1
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, _: asyncio.Future[_T]) -> None:
+        self._num_pending -= 1
 
     def _encode_to_run(self, prompt: Prompt, model: ServedModel) -> list[int]:
         context = model.info.max_context_tokens

@@ -1,5 +1,6 @@
 """The pipeline of one request, from its admission to its last event."""
 
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -138,7 +139,9 @@ def _submission(
     wanted = model.default_max_tokens if request.max_tokens is None else request.max_tokens
     timeout_ms = 0
     if arrival.timeout_s is not None:
-        timeout_ms = max(1, round(min(1e3 * arrival.timeout_s, _MAX_TIMEOUT_MS)))
+        # Encoding has taken its part of it.
+        left_s = arrival.timeout_s - (time.monotonic() - arrival.at)
+        timeout_ms = max(1, round(min(1e3 * left_s, _MAX_TIMEOUT_MS)))
     return Submission(
         request_id=request.request_id,
         prompt_token_ids=prompt_ids,

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from gateway.backoff import RETRY_AFTER_MS
 from gateway.channel import RequestChannel
 from shared.errors import AlreadyExistsError, QueueFullError, ServingError, UnavailableError
 
 _T = TypeVar("_T")
-
-_RETRY_AFTER_MS = 1000
 
 
 class AbortedEarlyError(Exception):
@@ -97,7 +96,7 @@ class LiveRequests:
         Raises UnavailableError, AlreadyExistsError or QueueFullError, at once.
         """
         if self._is_draining:
-            raise UnavailableError("the gateway is shutting down", retry_after_ms=_RETRY_AFTER_MS)
+            raise UnavailableError("the gateway is shutting down", retry_after_ms=RETRY_AFTER_MS)
         if request_id in self._by_id:
             raise AlreadyExistsError(
                 f"request_id: a live request has the id {request_id!r}", field="request_id"
@@ -105,7 +104,7 @@ class LiveRequests:
         if len(self._by_id) >= self._max_live:
             raise QueueFullError(
                 f"the gateway serves at most {self._max_live} requests at once",
-                retry_after_ms=_RETRY_AFTER_MS,
+                retry_after_ms=RETRY_AFTER_MS,
             )
         request = LiveRequest(request_id)
         self._by_id[request_id] = request

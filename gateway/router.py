@@ -3,11 +3,10 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from gateway.backoff import RETRY_AFTER_MS
 from gateway.served_model import ModelInfo, ServedModel
 from gateway.worker_link import WorkerLink
 from shared.errors import UnavailableError
-
-_RETRY_AFTER_MS = 1000
 
 
 class Router:
@@ -34,7 +33,7 @@ class Router:
     def model(self) -> ServedModel:
         """What is served now. Raises UnavailableError when no worker is ready."""
         if not self.num_ready:
-            raise _no_worker()
+            raise no_worker_error()
         model = self.known_model
         assert model is not None, "a ready worker's model is known"
         return model
@@ -43,7 +42,7 @@ class Router:
         """A worker that was not tried. Raises UnavailableError when there is none."""
         candidates = self._candidates(model, tried)
         if not candidates:
-            raise _no_worker()
+            raise no_worker_error()
         # Equals take turns, so that two idle workers share what comes one at a time.
         self._turn += 1
         turn, count, now = self._turn, len(candidates), self._clock()
@@ -72,5 +71,6 @@ class Router:
         ]
 
 
-def _no_worker() -> UnavailableError:
-    return UnavailableError("no worker is ready", retry_after_ms=_RETRY_AFTER_MS)
+def no_worker_error() -> UnavailableError:
+    """Nobody to serve the request now."""
+    return UnavailableError("no worker is ready; try again soon", retry_after_ms=RETRY_AFTER_MS)

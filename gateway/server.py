@@ -146,7 +146,11 @@ def _service(
     live_requests: LiveRequests,
     metrics: GatewayMetrics,
 ) -> InferenceService:
-    encoder = PromptEncoder(executor, max_prompt_bytes=config.max_prompt_bytes)
+    encoder = PromptEncoder(
+        executor,
+        max_prompt_bytes=config.max_prompt_bytes,
+        max_pending=config.max_live_requests,
+    )
     generator = Generator(router, encoder, live_requests, max_delta_tokens=config.max_delta_tokens)
     limits = ServiceLimits(
         max_message_bytes=config.max_message_bytes,

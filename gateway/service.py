@@ -16,7 +16,7 @@ from gateway.generation import Arrival, Generator, check_model
 from gateway.live_requests import LiveRequests
 from gateway.observation import observed
 from gateway.request import Prompt, TextPrompt
-from gateway.router import Router
+from gateway.router import Router, no_worker_error
 from gateway.served_model import ServedModel
 from gateway.stream_writer import deadline, stream_writer
 from gateway.validation import (
@@ -25,7 +25,7 @@ from gateway.validation import (
     checked_token_ids,
     generation_request,
 )
-from shared.errors import InvalidArgumentError, UnavailableError
+from shared.errors import InvalidArgumentError
 from shared.logs import request_logging
 from shared.metrics import GatewayMetrics
 from shared.pb.tandem.v1 import inference_pb2 as pb
@@ -196,7 +196,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         """Text can be worked on while every worker is away, once the model is known."""
         model = self._router.known_model
         if model is None:
-            raise UnavailableError("no worker is ready", retry_after_ms=1000)
+            raise no_worker_error()
         check_model(name, model.info)
         return model
 

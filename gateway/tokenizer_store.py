@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from weakref import WeakValueDictionary
 
 from gateway.tokenizer import TemplateLimits, Tokenizer, build_tokenizer
 
@@ -20,7 +21,7 @@ class TokenizerStore:
         self._executor = executor
         self._limits = limits
         self._kept: dict[tuple[str, int], Tokenizer] = {}
-        self._lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[tuple[str, int], asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, sha256: str, vocab_size: int, fetch: FetchFiles) -> Tokenizer:
         """The tokenizer of that digest; `fetch` is called when it is new.
@@ -28,8 +29,10 @@ class TokenizerStore:
         Raises what `fetch` raises, and ValueError for files that make no tokenizer.
         """
         key = (sha256, vocab_size)
-        # One at a time: two workers that start together would fetch the same files.
-        async with self._lock:
+        # Two workers that start together would fetch the same files; one that hangs
+        # in the middle must hold up only those that serve what it serves.
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
             if key not in self._kept:
                 files = await fetch()
                 self._kept[key] = await asyncio.get_running_loop().run_in_executor(

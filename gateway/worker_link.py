@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from gateway.backoff import Backoff, Breaker
+from gateway.backoff import RETRY_AFTER_MS, Backoff, Breaker
 from gateway.channel import RequestChannel
 from gateway.request import Submission
 from gateway.served_model import ModelInfo, ServedModel
@@ -120,7 +120,7 @@ class WorkerLink:
         """
         session = self._session
         if session is None:
-            raise UnavailableError(f"worker {self.address} is away", retry_after_ms=1000)
+            raise UnavailableError(f"worker {self.address} is away", retry_after_ms=RETRY_AFTER_MS)
         channel = session.submit(submission)
         try:
             yield channel
@@ -246,11 +246,12 @@ class WorkerLink:
             self._load_changed.notify()
 
     def _judge(self, channel: RequestChannel) -> None:
-        """A client's error says nothing of the worker."""
-        if not isinstance(channel.end, ServingError):
+        """A client's error says nothing of the worker, nor does one that left unserved."""
+        if isinstance(channel.end, ServingError):
+            if channel.end.code in _SERVER_FAULTS:
+                self._breaker.record_fault(asyncio.get_running_loop().time())
+        elif channel.started is not None:
             self._breaker.record_success()
-        elif channel.end.code in _SERVER_FAULTS:
-            self._breaker.record_fault(asyncio.get_running_loop().time())
 
     def _complain(self, error: BaseException) -> None:
         """Once for each new reason: a worker may be away for hours."""

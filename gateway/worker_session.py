@@ -13,6 +13,7 @@ from typing import TypeAlias
 import grpc
 import structlog
 
+from gateway.backoff import RETRY_AFTER_MS
 from gateway.channel import RequestChannel, WorkerFinished, WorkerStarted
 from gateway.request import Submission
 from shared.errors import Code, ServingError, UnavailableError, error_of
@@ -69,7 +70,9 @@ class WorkerSession:
         finally:
             self.is_lost = True
             self._call.cancel()
-            lost = UnavailableError(f"worker {self._address} was lost", retry_after_ms=1000)
+            lost = UnavailableError(
+                f"worker {self._address} was lost", retry_after_ms=RETRY_AFTER_MS
+            )
             for channel in self._channels.values():
                 channel.finish(lost)
             self._channels.clear()
@@ -77,7 +80,9 @@ class WorkerSession:
     def submit(self, submission: Submission) -> RequestChannel:
         """Sends a request; its answers come into the channel."""
         if self.is_lost:
-            raise UnavailableError(f"worker {self._address} was lost", retry_after_ms=1000)
+            raise UnavailableError(
+                f"worker {self._address} was lost", retry_after_ms=RETRY_AFTER_MS
+            )
         self._last_handle += 1
         channel = RequestChannel(self._last_handle, self._abort_with_reply)
         self._channels[channel.handle] = channel

@@ -93,6 +93,9 @@ class WorkerConfig(BaseSettings):
     heartbeat_timeout_s: float = Field(
         default=15.0, gt=0, description="without a sign of the engine until health is NOT_SERVING"
     )
+    hang_timeout_s: float = Field(
+        default=300.0, gt=0, description="without a sign of the engine until it is started anew"
+    )
     max_message_bytes: int = Field(
         default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
     )

@@ -147,10 +147,9 @@ class EngineLoop:
             return
         try:
             self._obey(command)
-        except _OtherEndGoneError:
-            raise
-        except Exception:
-            # One bad command must not take all the other requests with it.
+        except (ServingError, TypeError, ValueError):
+            # One bad command must not take all the other requests with it. Any other
+            # error means that the books may be half changed, and nothing can go on.
             _log.exception("a command failed: %r", command)
 
     def _obey(self, command: Command) -> None:

@@ -96,10 +96,12 @@ class EngineSupervisor:
         spawn: Callable[[], EngineProcess],
         *,
         heartbeat_timeout_s: float,
+        hang_timeout_s: float,
         restarts: RestartPolicy | None = None,
     ) -> None:
         self._spawn = spawn
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._hang_timeout_s = hang_timeout_s
         self._restarts = restarts or RestartPolicy()
         self._pipe: FrontPipe | None = None
         self._process: BaseProcess | None = None
@@ -189,7 +191,9 @@ class EngineSupervisor:
             )
             async with asyncio.TaskGroup() as tasks:
                 watches = (
-                    tasks.create_task(self._watch_heartbeat(listener), name="engine heartbeat"),
+                    tasks.create_task(
+                        self._watch_heartbeat(process, listener), name="engine heartbeat"
+                    ),
                     tasks.create_task(_kill_after_eof(process, closed), name="engine pipe"),
                 )
                 await gone.wait()
@@ -232,7 +236,7 @@ class EngineSupervisor:
                 self._is_ready = True
         listener.on_event(event)
 
-    async def _watch_heartbeat(self, listener: EngineListener) -> None:
+    async def _watch_heartbeat(self, process: BaseProcess, listener: EngineListener) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._heartbeat_timeout_s / 4)
@@ -240,6 +244,11 @@ class EngineSupervisor:
             # Loading may be silent for as long as a download takes.
             if self._is_ready and silent_s > self._heartbeat_timeout_s:
                 listener.on_engine_stale(silent_s)
+            if self._is_ready and silent_s > self._hang_timeout_s:
+                # Requests without a deadline would wait for it for ever.
+                self._fatal = f"the engine process was silent for {silent_s:.0f} s and was killed"
+                process.kill()
+                return
 
 
 async def _kill_after_eof(process: BaseProcess, closed: asyncio.Event) -> None:

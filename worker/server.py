@@ -50,7 +50,11 @@ async def serve(
     long before the model is ready. Raises ListenError, and EngineStartError when the
     engine cannot be kept up. However it ends, no process is left.
     """
-    supervisor = EngineSupervisor(spawn, heartbeat_timeout_s=config.heartbeat_timeout_s)
+    supervisor = EngineSupervisor(
+        spawn,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        hang_timeout_s=config.hang_timeout_s,
+    )
     registry = CollectorRegistry()
     dispatcher = Dispatcher(supervisor.send, _limits(config), WorkerMetrics(registry))
     register_load(registry, lambda: dispatcher.load)

@@ -171,9 +171,8 @@ class CpuStep:
         try:
             return self._future.result()
         except Exception as error:
-            raise EngineError(
-                f"step {self._step_id} failed: {type(error).__name__}: {error}"
-            ) from error
+            # What torch says is for the log, which has the cause, and not for clients.
+            raise EngineError(f"the engine failed in step {self._step_id}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """The only file that knows the backends. Imports each only when it is asked for."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +41,12 @@ class OpenedEngine:
 
 
 def open_engine(
-    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+    config: WorkerConfig, environment: MutableMapping[str, str], progress: Progress
 ) -> OpenedEngine:
-    """Opens the model and the backend that the settings name. Raises ModelError."""
+    """Opens the model and the backend that the settings name. Raises ModelError.
+
+    May set in `environment`, the process's own, what libraries read when they are loaded.
+    """
     match config.engine:
         case "echo":
             return _open_echo(config, environment, progress)
@@ -66,7 +68,7 @@ class _Source:
 
 
 def _open_echo(
-    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+    config: WorkerConfig, environment: MutableMapping[str, str], progress: Progress
 ) -> OpenedEngine:
     source = _read_source(config, environment, progress)
     assert config.max_running is not None
@@ -96,7 +98,7 @@ def _open_echo(
 
 
 def _read_source(
-    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+    config: WorkerConfig, environment: MutableMapping[str, str], progress: Progress
 ) -> _Source:
     folder = Path(config.model).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -127,10 +129,10 @@ def _read_tokenizer_folder(folder: Path) -> _Source:
 
 
 def _open_cpu(
-    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+    config: WorkerConfig, environment: MutableMapping[str, str], progress: Progress
 ) -> OpenedEngine:
     # libgomp reads it when torch is imported.
-    limit_spinning(os.environ)
+    limit_spinning(environment)
     with _needs_extra("worker"):
         import torch
 
@@ -155,7 +157,7 @@ def _open_cpu(
 
 
 def _open_cuda(
-    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+    config: WorkerConfig, environment: MutableMapping[str, str], progress: Progress
 ) -> OpenedEngine:
     if config.dtype == "float32":
         raise ModelError("the cuda engine computes in bfloat16; leave --dtype or use --engine cpu")
@@ -186,7 +188,7 @@ def _open_cuda(
 
 
 def _open_checkpoint(
-    config: WorkerConfig, environment: Mapping[str, str], progress: Progress
+    config: WorkerConfig, environment: MutableMapping[str, str], progress: Progress
 ) -> "Checkpoint":
     with _needs_extra("worker"):
         from worker.checkpoint.open import default_cache_dir, open_checkpoint

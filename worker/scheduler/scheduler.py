@@ -103,7 +103,9 @@ class Scheduler:
         while request := self._lifecycle.expiries.pop_due(now):
             deadline = request.new.deadline
             if deadline is not None and deadline <= now:
-                self._lifecycle.fail(request, DeadlineExceededError("the deadline passed"))
+                waited_s = deadline - request.arrived_at
+                error = DeadlineExceededError(f"not done within the deadline of {waited_s:.3g} s")
+                self._lifecycle.fail(request, error)
             else:
                 self._lifecycle.finish(request, FinishReason.TIME_LIMIT, now)
 

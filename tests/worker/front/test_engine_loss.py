@@ -88,6 +88,19 @@ async def test_a_silent_engine_is_not_serving_until_it_speaks_again(
         await worker.assert_next_works()
 
 
+async def test_an_engine_that_hangs_is_killed_and_started_anew(make_worker: MakeWorker) -> None:
+    async with make_worker(heartbeat_timeout_s=1.0, hang_timeout_s=2.0) as worker:
+        link = worker.link()
+        await link.submit(1, range(100, 160))
+        await link.until(lambda: bool(link[1].token_ids))
+        worker.signal_engine(signal.SIGSTOP)
+        failure = (await link.outcome(1)).failure
+        assert failure.code == Code.INTERNAL
+        assert "engine" in failure.message
+        await worker.wait_health(SERVING)
+        await worker.assert_next_works()
+
+
 async def test_an_engine_that_keeps_dying_ends_the_worker(tokenizer_folder: Path) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with running_worker(
