@@ -1,6 +1,7 @@
 """The CUDA engine under the real scheduler, against transformers in float32."""
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,7 +64,11 @@ class Reference:
     def write(cls, folder: Path, shape: Shape) -> "Reference":
         rounded = write_checkpoint(folder, shape).bfloat16()
         rounded.save_pretrained(folder)
-        return cls(copy.deepcopy(rounded).float(), rounded)
+        exact = copy.deepcopy(rounded).float()
+        # In place: transformers' wrapper of `cuda` has lost its types.
+        for model in (exact, rounded):
+            torch.nn.Module.cuda(model)
+        return cls(exact, rounded)
 
     def check(self, asked: list[NewRequest], run: Run) -> None:
         """Greedy tokens may lie below the best logit only as far as rounding explains."""
@@ -83,8 +88,9 @@ class Reference:
             tokens = torch.tensor([*request.prompt_token_ids.tolist(), *given])[None, :-1]
             kept = slice(len(request.prompt_token_ids) - 1, None)
             with torch.inference_mode():
-                logits = self.exact(tokens).logits[0, kept]
-                rounded = self.rounded(tokens).logits[0, kept].argmax(1)
+                tokens = tokens.to(self.exact.device)
+                logits = self.exact(tokens).logits[0, kept].cpu()
+                rounded = self.rounded(tokens).logits[0, kept].argmax(1).cpu()
             chosen = (torch.tensor(given), rounded)
             yield tuple(
                 (logits.amax(1) - logits.gather(1, one[:, None])[:, 0]) / logits.std(1)
@@ -139,6 +145,42 @@ def test_graphs_change_no_token_where_the_batch_is_the_same(
     finally:
         eager.close()
     assert with_graphs.token_ids == without.token_ids
+
+
+def test_a_request_alone_and_in_a_mixed_batch_differ_by_rounding_alone(tmp_path: Path) -> None:
+    # Alone its products, and the cutting of its KV, are other kernels than in a batch of 64.
+    reference = Reference.write(tmp_path, SHAPES[-2])
+    engine = open_engine(tmp_path, replace(OPTIONS, max_rows=64, kv_pages=1024))
+    config = replace(CONFIG, max_running=64)
+    try:
+        asked = requests(64)
+        together = run_offline(engine, asked, config=config)
+        alone = {
+            one.uid: run_offline(engine, [one], config=config).token_ids[one.uid] for one in asked
+        }
+    finally:
+        engine.close()
+    same = sum(alone[one.uid] == together.token_ids[one.uid] for one in asked)
+    print(f"{same} of {len(asked)} requests have the same tokens alone and in a batch of 64")
+    reference.check(asked, together)
+    reference.check(asked, replace(together, token_ids=alone))
+
+
+def test_a_prompt_of_30000_tokens_in_chunks(tmp_path: Path) -> None:
+    reference = Reference.write(tmp_path, SHAPES[-1])
+    config_file = tmp_path / "config.json"
+    written = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(written | {"max_position_embeddings": 32_768}))
+    prompt = random_prompt(np.random.default_rng(3), 30_000, VOCAB_SIZE)
+    asked = [NewRequest(1, prompt, 24, SamplingParams(temperature=0.0), ignore_eos=True)]
+    for budget in (1024, 32_768):
+        options = CudaOptions(max_rows=4, token_budget=budget, kv_pages=2048)
+        engine = open_engine(tmp_path, options)
+        try:
+            run = run_offline(engine, asked, config=replace(CONFIG, token_budget=budget))
+        finally:
+            engine.close()
+        reference.check(asked, run)
 
 
 def test_preemption_and_a_full_pool_lose_nothing(tmp_path: Path) -> None:
