@@ -162,12 +162,12 @@ class Service:
     async def _wait(self) -> None:
         assert self._process is not None
         try:
-            code = await self._process.wait()
+            self.exit_code = await self._process.wait()
         finally:
-            # Whatever of its group is left now is an orphan.
+            # Whatever of its group is left now is an orphan. Also when this task is
+            # cancelled: `stop` must not wait for what nobody would tell it.
             self.kill()
-        self.exit_code = code
-        self._exited.set()
+            self._exited.set()
         self._on_exit()
 
     def _tell(self, line: bytes) -> None:

@@ -16,7 +16,14 @@ _MILLISECONDS = 1000.0
 
 def stderr_console() -> Console:
     """For usage lines, progress and errors; plain where stderr is no terminal."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return _Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: says nothing from now on. Rich would raise SystemExit, in
+        whichever task or callback happens to print."""
+        self.quiet = True
 
 
 def write_text(text: str) -> None:

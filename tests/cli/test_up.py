@@ -1,9 +1,11 @@
 """`tandem up` and `tandem demo` with real services, the echo engine in place of a model."""
 
 import asyncio
+import os
 import re
 import signal
 import socket
+import sys
 
 import psutil
 import pytest
@@ -77,6 +79,23 @@ async def test_no_service_outlives_a_killed_parent() -> None:
     terminal, children = await started(free_address())
     terminal.kill()
     await terminal.end()
+    await assert_gone(children)
+
+
+async def test_it_stops_although_nobody_reads_what_it_says() -> None:
+    read_end, write_end = os.pipe()
+    listen = ("--listen", free_address(), "--worker-listen", free_address())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway.cli", "up", *listen, *ECHO, stderr=write_end
+    )
+    os.close(write_end)
+    with os.fdopen(read_end, errors="replace") as said:
+        while LISTENING not in await asyncio.to_thread(said.readline):
+            pass
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    async with asyncio.timeout(20):
+        assert await process.wait() == 0
     await assert_gone(children)
 
 
