@@ -38,6 +38,8 @@ from worker.scheduler.config import SchedulerConfig
 from worker.step import Engine, EngineInfo
 
 EXIT_FAILED = 1
+# As shells report a program that Ctrl-C ended.
+EXIT_INTERRUPTED = 130
 
 _NULL_VOCAB_SIZE = 151_936
 # On a terminal; elsewhere nothing is drawn. Drawing takes the loop's interpreter lock.
@@ -65,15 +67,20 @@ class Bench:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when every request finished, 1 when one did not, 2 on a wrong setting."""
+    """The exit code: 0 when every request finished, 1 when one did not, 2 on a wrong setting."""
     options, config = parse(sys.argv[1:] if arguments is None else arguments)
     bench_report.header("tandem bench offline")
     try:
         with _opened(options, config) as bench:
             run = _measure(bench, options)
-    except (ModelError, RuntimeError) as error:
+    except ModelError as error:
         print(f"tandem bench offline: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIGURATION if isinstance(error, ModelError) else EXIT_FAILED
+        return EXIT_BAD_CONFIGURATION
+    except RuntimeError as error:
+        print(f"tandem bench offline: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     _report(bench, options, run)
     if run.num_unfinished or run.num_failed:
         print(
