@@ -89,6 +89,10 @@ class EngineError(ServingError):
     code = Code.INTERNAL
 
 
+class EngineLostError(EngineError):
+    """The engine failed in a step and cannot take another: its process must be replaced."""
+
+
 _CLASS_OF_CODE: dict[Code, type[ServingError]] = {
     Code.NOT_FOUND: NotFoundError,
     Code.ALREADY_EXISTS: AlreadyExistsError,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from shared.errors import AlreadyExistsError, EngineError, ServingError
+from shared.errors import AlreadyExistsError, EngineError, EngineLostError, ServingError
 from worker.messages import (
     Abort,
     CacheFlushed,
@@ -193,6 +193,10 @@ class EngineLoop:
         except EngineError as error:
             _log.exception("step %d failed", plan.step_id)
             self._scheduler.fail(plan, error, time.monotonic())
+            if isinstance(error, EngineLostError):
+                # Told first, so that the step's requests end with what happened to them.
+                self._tell()
+                raise
             return
         now = time.monotonic()
         self._scheduler.commit(plan, result, now)

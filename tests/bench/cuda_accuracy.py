@@ -130,7 +130,7 @@ def _decode(
         alone_agreement.add(_logits(reference, text + alone[i])[len(text) - 1 : -1], alone[i])
         same += given == alone[i]
         gaps += _first_divergence(logits, given, alone[i])
-    rounded = copy.deepcopy(reference).bfloat16()
+    rounded = _rounded(reference)
     chosen = [_logits(rounded, text + together.token_ids[i + 1]) for i, text in enumerate(texts)]
     for i, text in enumerate(texts):
         given = together.token_ids[i + 1]
@@ -142,6 +142,14 @@ def _decode(
         f"part, the reference's two logits lie {sorted(round(gap, 4) for gap in gaps)} apart"
     )
     return agreement
+
+
+def _rounded(reference: torch.nn.Module) -> torch.nn.Module:
+    """A copy in bfloat16, but for the rotary frequencies, which transformers keeps exact too."""
+    rounded = copy.deepcopy(reference)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return rounded
 
 
 def _first_divergence(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.engine.cuda.launch import dependent_launch, prefetch
+from worker.engine.cuda.launch import dependent_launch
 
 # log2(e): the softmax is computed with exp2, which is one instruction.
 _LOG2E = 1.4426950408889634
@@ -28,8 +28,7 @@ _ITEM_WORDS = 8
 _TILE = 64
 # tl.dot needs 16 rows; a group of query heads is padded to that.
 _GROUP_ROWS = 16
-# Tokens of a chunk whose K and V are fetched to the L2 while q is still being computed.
-_AHEAD = 64
+_EARLY = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +154,7 @@ def decode_attention(
         COMBINED=16,
         ITEM_WORDS=_ITEM_WORDS,
         TILE=_TILE,
-        AHEAD=_AHEAD,
+        EARLY=_EARLY,
         # Many small programs on a multiprocessor hide each other's waits: of eight shapes of
         # tile this was the best from batch 1 to 128, and within 1 % of it at 256.
         num_warps=1,
@@ -238,10 +237,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has n
     COMBINED: tl.constexpr,
     ITEM_WORDS: tl.constexpr,
     TILE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and EARLY:
         gdc_launch_dependents()
     head = tl.program_id(0)
     item = tl.program_id(1)
@@ -258,12 +257,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has n
     table = page_table + row.to(tl.int64) * page_table_stride
     is_last_chunk = item - first == num_chunks - 1
     if PDL:
-        ahead = tl.maximum(tl.minimum(begin + tl.arange(0, AHEAD), end - 1), 0)
-        near = tl.load(table + ahead // PAGE_SIZE).to(tl.int64) * NUM_KV_HEADS + head
-        near = (near * PAGE_SIZE + ahead % PAGE_SIZE) * HEAD_DIM
-        near = near[:, None] + tl.arange(0, HEAD_DIM // 64)[None, :] * 64
-        prefetch(k_pages + near)
-        prefetch(v_pages + near)
         gdc_wait()
 
     GROUP: tl.constexpr = NUM_Q_HEADS // NUM_KV_HEADS
@@ -333,6 +326,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has n
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = new_highest
 
+    if PDL and not EARLY:
+        gdc_launch_dependents()
     heads = head * GROUP + g
     out_ptr = out + b * out_stride + heads[:, None] * HEAD_DIM + d[None, :]
     if num_chunks == 1:

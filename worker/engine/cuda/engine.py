@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shared.errors import EngineError
+from shared.errors import EngineError, EngineLostError
 from worker.checkpoint.source import Progress
 from worker.engine.cuda.attention import (
     DecodeAttend,
@@ -168,9 +168,9 @@ class CudaEngine:
         return self._info
 
     def launch(self, plan: StepPlan) -> CudaStep:
-        """Queues a step. After a fault that cost the CUDA context, raises RuntimeError."""
+        """Queues a step. Raises EngineError; EngineLostError if the CUDA context is lost."""
         if self._lost is not None:
-            raise RuntimeError(f"the CUDA context is lost: {self._lost}")
+            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
         try:
             with torch.inference_mode():
                 return self._launch(plan)
@@ -183,6 +183,7 @@ class CudaEngine:
             torch.cuda.synchronize()
         except RuntimeError as lasting:
             self._lost = str(lasting)
+            return EngineLostError(f"the CUDA context is lost: {error}")
         return EngineError(f"the step failed on the device: {error}")
 
     def close(self) -> None:

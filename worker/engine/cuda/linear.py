@@ -19,13 +19,22 @@ MOST_ROWS = 2
 MOST_COLUMNS = 65536
 
 
-def small_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def small_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [num_rows, k] times weight [n, k] transposed, plus bias: [num_rows, n].
+
+    Added to `residual` in place, if there is one.
 
     For at most MOST_ROWS rows.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
-    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
+    out = residual
+    if out is None:
+        out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
     # Enough programs to fill the device, each with enough weights on the way to it.
     columns = 4 if n >= 4096 else 2
     _small_kernel[(triton.cdiv(n, columns),)](
@@ -38,6 +47,7 @@ def small_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         NUM_ROWS=num_rows,
         K=k,
         HAS_BIAS=bias is not None,
+        ADD=residual is not None,
         COLUMNS=columns,
         BLOCK_K=min(triton.next_power_of_2(k), 1024),
         num_warps=2,
@@ -57,6 +67,7 @@ def _small_kernel(  # type: ignore[no-untyped-def]
     NUM_ROWS: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -80,4 +91,6 @@ def _small_kernel(  # type: ignore[no-untyped-def]
             acc += tl.sum(w_more.to(tl.float32) * more.to(tl.float32)[None, :], 1)
         if HAS_BIAS:
             acc += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            acc += tl.load(out + row * n + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(out + row * n + column, acc.to(out.dtype.element_ty), mask=mask)

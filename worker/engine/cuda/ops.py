@@ -7,7 +7,7 @@ from torch import Tensor
 from worker.engine.cuda import kernels
 from worker.engine.cuda.decode_attention import Rotary
 from worker.engine.cuda.linear import MOST_COLUMNS, MOST_ROWS, small_linear
-from worker.engine.cuda.product import RowSquares, is_faster, product, product_add
+from worker.engine.cuda.product import RowSquares, is_faster, product, product_add, suits
 from worker.models.ops import Norm, Rotation
 
 
@@ -42,8 +42,9 @@ class CudaOps:
         return weight
 
     def fold(self, gain: Tensor, weight: Tensor) -> None:
-        weight.mul_(gain)
-        gain.fill_(1.0)
+        if suits(weight.shape[1]):
+            weight.mul_(gain)
+            gain.fill_(1.0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.shape[0] <= MOST_ROWS and weight.shape[0] <= MOST_COLUMNS:
@@ -55,22 +56,24 @@ class CudaOps:
         return kernels.rms_norm(x, *norm)
 
     def norm_linear(self, x: Tensor, norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._is_fused(x, weight):
+        if self._is_fused(x):
             return product(x, weight, bias, squares=self._squares_of(x, norm))
         return self.linear(self.rms_norm(x, norm), weight, bias)
 
     def norm_gated_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
-        if self._is_fused(x, weight):
+        if self._is_fused(x):
             return product(x, weight, None, squares=self._squares_of(x, norm), gated=True)
         return kernels.silu_mul(self.linear(self.rms_norm(x, norm), weight, None))
 
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
-        if self._is_fused(x, weight):
+        if self._is_fused(residual):
             self._squares = (residual, product_add(x, weight, bias, residual))
             return residual
         self._squares = None
+        if x.shape[0] <= MOST_ROWS:
+            return small_linear(x, weight, bias, residual)
         if bias is not None:
             residual.add_(bias)
         return residual.addmm_(x, weight.t())
@@ -88,8 +91,8 @@ class CudaOps:
     def rotate(self, qk: Tensor, rotation: Rotation) -> None:
         self._rotation = rotation
 
-    def _is_fused(self, x: Tensor, weight: Tensor) -> bool:
-        return self._fuse and is_faster(x.shape[0], weight.shape)
+    def _is_fused(self, residual: Tensor) -> bool:
+        return self._fuse and is_faster(*residual.shape)
 
     def _squares_of(self, x: Tensor, norm: Norm) -> RowSquares:
         """Of the last `linear_add`, or computed, at the start of a model."""

@@ -1,6 +1,5 @@
 """The CUDA engine under the real scheduler, against transformers in float32."""
 
-import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.types import SamplingParams
 from tests.bench.offline import Run, random_prompt, run_offline
@@ -62,11 +61,14 @@ class Reference:
 
     @classmethod
     def write(cls, folder: Path, shape: Shape) -> "Reference":
-        rounded = write_checkpoint(folder, shape).bfloat16()
-        rounded.save_pretrained(folder)
-        exact = copy.deepcopy(rounded).float()
-        # In place: transformers' wrapper of `cuda` has lost its types.
+        write_checkpoint(folder, shape).bfloat16().save_pretrained(folder)
+        # Loaded anew: `bfloat16()` has rounded the rotary frequencies, too.
+        exact, rounded = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
         for model in (exact, rounded):
+            # Not its own `cuda`, whose types transformers has lost.
             torch.nn.Module.cuda(model)
         return cls(exact, rounded)
 

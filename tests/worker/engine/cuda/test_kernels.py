@@ -53,6 +53,10 @@ def test_small_products(
     exact = x.double() @ weight.double().T
     _check(small_linear(x, weight, None), exact)
     _check(small_linear(x, weight, bias), exact + bias.double())
+    residual = _random(num_rows, n, dtype=dtype, device=device)
+    added = exact + bias.double() + residual.double()
+    _check(small_linear(x, weight, bias, residual), added)
+    _check(residual, added)
 
 
 def test_prefill_tokens_are_normed_rotated_and_stored(
