@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.engine.cuda.launch import dependent_launch
+from worker.engine.cuda.launch import FEW_ROWS, dependent_launch
 
 # log2(e): the softmax is computed with exp2, which is one instruction.
 _LOG2E = 1.4426950408889634
@@ -28,7 +28,6 @@ _ITEM_WORDS = 8
 _TILE = 64
 # tl.dot needs 16 rows; a group of query heads is padded to that.
 _GROUP_ROWS = 16
-_EARLY = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def decode_attention(
         COMBINED=16,
         ITEM_WORDS=_ITEM_WORDS,
         TILE=_TILE,
-        EARLY=_EARLY,
+        EARLY=q.shape[0] > FEW_ROWS,
         # Many small programs on a multiprocessor hide each other's waits: of eight shapes of
         # tile this was the best from batch 1 to 128, and within 1 % of it at 256.
         num_warps=1,

@@ -187,8 +187,10 @@ class CudaEngine:
         return EngineError(f"the step failed on the device: {error}")
 
     def close(self) -> None:
-        if self._lost is None:
-            torch.cuda.synchronize()
+        if self._lost is not None:
+            # Nothing can be freed any more; the driver does it when the process ends.
+            return
+        torch.cuda.synchronize()
         self._graphs.close()
 
     def _launch(self, plan: StepPlan) -> CudaStep:

@@ -10,6 +10,9 @@ kernel means the end of all before it.
 import triton
 import triton.language as tl
 
+# Up to here a kernel lets the next one start when its loop is done, and above at once.
+FEW_ROWS = 32
+
 
 def dependent_launch() -> dict[str, bool]:
     """Options for kernels with a PDL parameter; the interpreter knows no such launches."""

@@ -20,9 +20,7 @@ class CudaOps:
     of a few rows remembers their squares, of which the next norm of the same rows is made.
     """
 
-    def __init__(self, *, fuse: bool = True) -> None:
-        """Without `fuse`, products are cuBLAS's alone, to compare with."""
-        self._fuse = fuse
+    def __init__(self) -> None:
         self._norm: tuple[Tensor, float] | None = None
         self._rotation: Rotation | None = None
         # A residual stream and the squares of its rows.
@@ -92,7 +90,8 @@ class CudaOps:
         self._rotation = rotation
 
     def _is_fused(self, residual: Tensor) -> bool:
-        return self._fuse and is_faster(*residual.shape)
+        num_rows, hidden_size = residual.shape
+        return is_faster(num_rows, hidden_size)
 
     def _squares_of(self, x: Tensor, norm: Norm) -> RowSquares:
         """Of the last `linear_add`, or computed, at the start of a model."""

@@ -17,16 +17,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from worker.engine.cuda.launch import dependent_launch, prefetch
+from worker.engine.cuda.launch import FEW_ROWS, dependent_launch, prefetch
 
 # bfloat16 numbers of one line of the L2.
 _LINE = 64
 # Most lines that a program fetches ahead: 128 KiB.
 _MOST_LINES = 1024
 _MOST_HIDDEN = 2048
-_LEAST_ROWS, _MOST_ROWS = 3, 256
-_EARLY = True
-_PREFETCH = True
+# Below, linear.py is faster. Above, tiles that are partly padding made steps of 65 to 191 rows
+# slower than cuBLAS did, though full ones (128 and 256 rows) took 5 % less time. The likely
+# reason, every program reading the last row again, is gone since, but not yet measured.
+_LEAST_ROWS, _MOST_ROWS = 3, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,8 @@ def _launch(
         BLOCK_N=tile.columns,
         BLOCK_K=min(tile.k, triton.next_power_of_2(k)),
         LINES=triton.next_power_of_2(lines),
-        EARLY=_EARLY,
-        PREFETCH=_PREFETCH,
+        EARLY=num_rows > FEW_ROWS,
+        PREFETCH=num_rows <= FEW_ROWS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **dependent_launch(),
@@ -185,8 +186,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has 
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Beyond the edges the last row or column is read again, and nothing is stored.
-    row = tl.minimum(m, num_rows - 1)
+    # Rows beyond the edge are not read: were they to read the last row instead, all programs
+    # would wait for the same few lines of the L2. Columns do, of which hardly any are beyond.
+    has_row = (m < num_rows)[:, None]
     w_rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
     if PDL:
         if EARLY:
@@ -197,28 +199,30 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has 
             if GATED:
                 prefetch(w_rows + line + N * K)
         gdc_wait()
-    exists = (m < num_rows)[:, None] & (n < N)[None, :]
-    out_ptr = out + row[:, None].to(tl.int64) * N + n[None, :]
+    exists = has_row & (n < N)[None, :]
+    out_ptr = out + m[:, None].to(tl.int64) * N + n[None, :]
     if NUM_SUMS > 0:
         t = tl.arange(0, BLOCK_SUMS)
         parts = tl.load(
-            sums + t[None, :] * num_rows + row[:, None], mask=(t < NUM_SUMS)[None, :], other=0.0
+            sums + t[None, :] * num_rows + m[:, None],
+            mask=has_row & (t < NUM_SUMS)[None, :],
+            other=0.0,
         )
         scale = tl.rsqrt(tl.sum(parts, 1) / K + eps)
     if ADD:
         before = tl.load(out_ptr, mask=exists, other=0.0).to(tl.float32)
 
-    x_ptr = x + row[:, None] * x_stride + k[None, :]
+    x_ptr = x + m[:, None] * x_stride + k[None, :]
     w_ptr = w_rows + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            a = tl.load(x_ptr + start)
+            a = tl.load(x_ptr + start, mask=has_row, other=0.0)
             b = tl.load(w_ptr + start)
         else:
             inside = (start + k < K)[None, :]
-            a = tl.load(x_ptr + start, mask=inside, other=0.0)
+            a = tl.load(x_ptr + start, mask=has_row & inside, other=0.0)
             b = tl.load(w_ptr + start, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(b), acc)
         if GATED:
