@@ -76,7 +76,8 @@ async def test_a_request_without_a_deadline_gets_the_default(
     ):
         call = gateway.stream(text("x"), timeout_s=None)
         request = await worker.request()
-        assert request.submit.timeout_ms == 200
+        # What encoding has left of it.
+        assert 0 < request.submit.timeout_ms <= 200
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(call)
         assert caught.value.code() == Status.DEADLINE_EXCEEDED

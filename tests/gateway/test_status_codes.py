@@ -262,6 +262,7 @@ async def test_garbage_is_no_request(gateway: GatewayUnderTest) -> None:
     writer.write(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 4096)
     await reader.read()
     writer.close()
+    await writer.wait_closed()
     assert (await gateway.collect(text("fine"))).text == "fine"
 
 

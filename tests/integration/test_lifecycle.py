@@ -163,11 +163,13 @@ async def test_garbage_on_both_ports_harms_nobody(start_pair: StartPair) -> None
                 reader, writer = await asyncio.open_connection(host, int(port))
                 writer.write(payload)
                 await writer.drain()
-                writer.close()
                 # Some of it only makes the server wait for more.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(1):
                         await reader.read()
+                writer.close()
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
         async with Client(pair.address) as client:
             assert (await client.collect(pb.GenerateRequest(text="fine"))).text == "fine"
             await client.assert_clean()

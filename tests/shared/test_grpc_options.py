@@ -53,7 +53,12 @@ async def test_a_server_that_is_slow_to_say_hello_is_waited_for() -> None:
     upstream = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 
+    connections: list[asyncio.Task[None]] = []
+
     async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.append(task)
         # Longer than the pause between two attempts.
         await asyncio.sleep(0.5)
         up_reader, up_writer = await asyncio.open_connection("127.0.0.1", upstream)
@@ -64,6 +69,8 @@ async def test_a_server_that_is_slow_to_say_hello_is_waited_for() -> None:
             while chunk := await reader.read(1 << 16):
                 writer.write(chunk)
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
 
     proxy = await asyncio.start_server(late, "127.0.0.1", 0)
     address = f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
@@ -75,3 +82,5 @@ async def test_a_server_that_is_slow_to_say_hello_is_waited_for() -> None:
     await server.stop(None)
     proxy.close()
     await proxy.wait_closed()
+    # Python 3.11's wait_closed does not wait for the connections.
+    await asyncio.gather(*connections)
