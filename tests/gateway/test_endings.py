@@ -12,7 +12,8 @@ from gateway.stream_writer import deadline, stream_writer
 from gateway.tokenizer import TextTokenizer
 from shared.errors import DeadlineExceededError, QueueFullError
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.gateway.client import collect, text
+from tests.answers import collect
+from tests.gateway.client import text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
 

@@ -12,7 +12,8 @@ import pytest
 from gateway.config import GatewayConfig, load_config
 from gateway.server import AddressInUseError, running_gateway
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.gateway.client import GatewayUnderTest, collect, text
+from tests.answers import collect
+from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.fake_worker import FakeWorker
 
 Status = grpc.StatusCode

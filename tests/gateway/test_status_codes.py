@@ -13,11 +13,8 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.gateway.client import (
-    GatewayUnderTest,
-    text,
-    violated_fields,
-)
+from tests.answers import violated_fields
+from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
 

@@ -9,7 +9,8 @@ from gateway.stop import StopMatcher
 from gateway.text_stream import TextStream
 from gateway.tokenizer import TextTokenizer
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.gateway.client import Collected, collect, text
+from tests.answers import Collected, collect
+from tests.gateway.client import text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
 

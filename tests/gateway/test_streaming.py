@@ -7,7 +7,8 @@ import pytest
 from gateway.tokenizer import TextTokenizer
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
-from tests.gateway.client import collect, text
+from tests.answers import collect
+from tests.gateway.client import text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
 

@@ -9,7 +9,8 @@ from gateway.config import GatewayConfig
 from gateway.server import running_gateway
 from shared.errors import Code
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.gateway.client import GatewayUnderTest, collect, retry_delay_s, text
+from tests.answers import collect, retry_delay_s
+from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
 

@@ -16,7 +16,8 @@ from gateway.worker_session import RunCall, WorkerSession
 from shared.errors import Code, UnavailableError
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2 as worker_pb
-from tests.gateway.client import GatewayUnderTest, collect, text
+from tests.answers import collect
+from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import FakeWorker
 

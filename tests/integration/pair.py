@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from tests.answers import Collected, collect
 
 # Quoted, because it is generic for the type checker only.
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]"
@@ -179,7 +180,7 @@ class Client:
         call: Stream = self.stub.GenerateStream(request, timeout=timeout_s)
         return call
 
-    async def collect(self, request: pb.GenerateRequest, *, timeout_s: float = 60) -> "Collected":
+    async def collect(self, request: pb.GenerateRequest, *, timeout_s: float = 60) -> Collected:
         """Streams a request to its end."""
         return await collect(self.stream(request, timeout_s=timeout_s))
 
@@ -216,31 +217,3 @@ async def rest_of(
     `async for` on the call itself."""
     while isinstance(event := await call.read(), pb.GenerateStreamResponse):
         yield event
-
-
-@dataclass
-class Collected:
-    """A whole stream."""
-
-    started: pb.Started
-    deltas: list[pb.Delta]
-    finished: pb.Finished
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
-
-    @property
-    def token_ids(self) -> list[int]:
-        ids = [token_id for delta in self.deltas for token_id in delta.token_ids]
-        return ids + list(self.finished.trailing_token_ids)
-
-
-async def collect(stream: "Stream") -> Collected:
-    """Reads a stream to its end, holding it to the order Started, Delta…, Finished."""
-    events = [event async for event in stream]
-    kinds = [event.WhichOneof("event") for event in events]
-    assert kinds == ["started", *["delta"] * (len(kinds) - 2), "finished"], kinds
-    deltas = [event.delta for event in events[1:-1]]
-    assert all(delta.text for delta in deltas), "an empty delta"
-    return Collected(events[0].started, deltas, events[-1].finished)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
+from tests.answers import retry_delay_s, violated_fields
 from tests.integration.conftest import ECHO, MakeFolder, StartPair
 from tests.integration.pair import Client, Pair, rest_of
 
@@ -30,23 +29,6 @@ async def refused(client: Client, request: pb.GenerateRequest) -> grpc.aio.AioRp
     good = pb.GenerateRequest(text="still here", max_tokens=8)
     assert (await client.collect(good)).text == "still here"
     return caught.value
-
-
-def violated_fields(error: grpc.aio.AioRpcError) -> list[str]:
-    """The BadRequest details of an error."""
-    status = rpc_status.from_call(error)
-    assert status is not None, "the status carries no details"
-    bad = error_details_pb2.BadRequest()
-    assert any(detail.Unpack(bad) for detail in status.details)
-    return [violation.field for violation in bad.field_violations]
-
-
-def retry_delay_s(error: grpc.aio.AioRpcError) -> float:
-    status = rpc_status.from_call(error)
-    assert status is not None, "the status carries no details"
-    retry = error_details_pb2.RetryInfo()
-    assert any(detail.Unpack(retry) for detail in status.details)
-    return float(retry.retry_delay.ToMilliseconds()) / 1000
 
 
 def sampling(**fields: float) -> pb.GenerateRequest:
