@@ -6,19 +6,13 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
-from shared.errors import Code, ServingError
+from shared.errors import UnauthenticatedError
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 # Probes have no secrets.
 _OPEN_SERVICE = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
-
-
-class UnauthenticatedError(ServingError):
-    """The call brings no token that is known here."""
-
-    code = Code.UNAUTHENTICATED
 
 
 class BearerTokenInterceptor(grpc.aio.ServerInterceptor):

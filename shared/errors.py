@@ -83,6 +83,12 @@ class DeadlineExceededError(ServingError):
     code = Code.DEADLINE_EXCEEDED
 
 
+class UnauthenticatedError(ServingError):
+    """The call brings no token that is known here."""
+
+    code = Code.UNAUTHENTICATED
+
+
 class EngineError(ServingError):
     """The engine failed in a step; ends the requests of that step, no other."""
 

@@ -35,11 +35,10 @@ class NewRequest:
     arrived_at: float = 0.0
 
 
-# --- commands ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """Take this request up."""
+
     request: NewRequest
 
 
@@ -57,11 +56,15 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class FlushCache:
+    """Drop every cached page that no request holds; answered by CacheFlushed."""
+
     call_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
+    """Record the next `num_steps` steps; answered by Traced."""
+
     call_id: int
     num_steps: int
 
@@ -72,9 +75,6 @@ class Stop:
 
 
 Command = Submit | Abort | FlushCache | Trace | Stop
-
-
-# --- events -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,8 @@ class TokenizerBundle:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
+    """The model is open: what it is, what the engine can hold, how to speak to it."""
+
     model: ModelInfo
     engine: EngineInfo
     tokenizer: TokenizerBundle
@@ -133,6 +135,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Started:
+    """The scheduler took a request up for the first time."""
+
     uid: int
     cached_tokens: int
     queue_position: int
@@ -141,6 +145,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """A request ended without an error."""
+
     uid: int
     reason: FinishReason
     # The eos or stop token, which is not among the output's entries; else -1.
@@ -155,6 +161,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """A request ended with an error, as a google.rpc status."""
+
     uid: int
     code: Code
     message: str
@@ -196,12 +204,16 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class CacheFlushed:
+    """Answers FlushCache."""
+
     call_id: int
     pages_freed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
+    """Answers Trace."""
+
     call_id: int
     # A Chrome trace-event file, gzip-compressed.
     trace_json_gz: bytes

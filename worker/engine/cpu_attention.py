@@ -62,7 +62,6 @@ class AttentionPlan:
 
     # [num_tokens] slots that take the step's own keys and values.
     slots: Tensor
-    num_decode: int
     groups: tuple[DecodeGroup, ...]
     spans: tuple[Span, ...]
 
@@ -182,7 +181,7 @@ class AttentionPlanner:
             spans.append(self._span(int(step.rows[i]), start, end, int(lengths[i])))
             start = end
         slots = self._slots(token_rows, positions)
-        return AttentionPlan(torch.from_numpy(slots), num_decode, tuple(groups), tuple(spans))
+        return AttentionPlan(torch.from_numpy(slots), tuple(groups), tuple(spans))
 
     def _groups(self, rows: Int32Array, lengths: Int32Array) -> list[DecodeGroup]:
         order = np.argsort(lengths, kind="stable")
