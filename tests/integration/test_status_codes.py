@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import retry_delay_s, violated_fields
@@ -251,6 +252,8 @@ async def test_abort_ends_ok_with_true_usage(slow_client: Client) -> None:
 async def test_an_oversized_message_is_refused(client: Client) -> None:
     error = await refused(client, pb.GenerateRequest(text="x" * (33 << 20)))
     assert error.code() == Code.RESOURCE_EXHAUSTED
+    # No RetryInfo: it will never fit.
+    assert rpc_status.from_call(error) is None
 
 
 async def test_a_huge_prompt_is_refused_while_health_answers(
