@@ -1,6 +1,7 @@
 """Who may import whom, read from the sources; and what a process really loads."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from gateway.service import InferenceService
+from worker.service import WorkerService
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("gateway", "worker", "shared")
@@ -154,3 +158,26 @@ def test_a_process_that_serves_grpc_loads_neither_torch_nor_transformers(modules
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "[]"
+
+
+def test_the_engine_process_has_no_grpc() -> None:
+    # Its threads and its poller belong to the process that serves, and to no other.
+    program = "import sys, worker.engine_main, worker.engine_loop; print('grpc' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("service", [InferenceService, WorkerService])
+def test_every_handler_is_a_coroutine_or_an_async_generator(service: type) -> None:
+    # A plain function or generator runs on a thread, where cancelling it hangs the call.
+    handlers = [
+        function
+        for name, function in vars(service).items()
+        if name[0].isupper() and inspect.isroutine(function)
+    ]
+    assert len(handlers) == 8
+    for handler in handlers:
+        assert inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler), handler
