@@ -88,7 +88,8 @@ class InferenceServiceServicer:
 
     def GenerateStream(self, request, context):
         """Runs a prompt and streams its text: one Started, any number of Delta and
-        one Finished for each of the `n` completions.
+        one Finished for each of the `n` completions, in this order for each; those
+        of several completions are mixed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
