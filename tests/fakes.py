@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from shared.errors import EngineError
-from worker.engine.echo import EchoMemory
+from worker.engine.echo import EchoMemory, certain_logprobs
 from worker.step import BoolArray, EngineInfo, Int32Array, StepPlan, StepResult
 
 # (all tokens so far, length of the client's prompt) -> the next token
@@ -110,6 +110,7 @@ class FakeEngine:
         assert self._pending[0] is step, "results are asked for in order of launch"
         self._pending.popleft()
         self.log.append(("result", step.plan.step_id))
+        assert step.bitmasks is not None or not len(step.plan.masked), "a step without its masks"
         return self._run(step.plan)
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -127,7 +128,8 @@ class FakeEngine:
         self._memory.store(plan, token_ids)
         faulty = np.array([(plan.step_id, i) in self.faulty for i in range(plan.num_rows)])
         self._spoil(plan, faulty)
-        return StepResult(token_ids, faulty, started_at, time.monotonic())
+        logprobs = certain_logprobs(plan.logprobs)
+        return StepResult(token_ids, faulty, started_at, time.monotonic(), logprobs)
 
     def _spoil(self, plan: StepPlan, spoiled: BoolArray) -> None:
         """Overwrites what the step computed for these rows with tokens that nobody sent."""
@@ -159,6 +161,13 @@ class FakeStep:
     def __init__(self, engine: FakeEngine, plan: StepPlan) -> None:
         self._engine = engine
         self.plan = plan
+        # As the loop's array was when it was provided: a caller reuses it.
+        self.bitmasks: Int32Array | None = None
+
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        assert self.bitmasks is None, "masks are provided once"
+        assert len(bitmasks) == len(self.plan.masked) > 0
+        self.bitmasks = bitmasks.copy()
 
     def result(self) -> StepResult:
         return self._engine.finish(self)

@@ -6,20 +6,26 @@ gateway's client sent.
 
 import math
 import time
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, cast
 
 import numpy as np
 
 from shared.errors import InvalidArgumentError, ServingError, UnimplementedError
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
-from shared.types import SamplingParams
-from worker.messages import Failed, Finished, Load, NewRequest, Started
-from worker.step import EngineInfo, Int32Array
+from shared.types import SamplingParams, StructuredOutput, StructureKind
+from worker.messages import Failed, Finished, Load, NewRequest, Started, TokenLogprobs
+from worker.step import BoolArray, EngineInfo, Int32Array
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
 MAX_REQUEST_ID_BYTES = 128
+MAX_COMPLETIONS = 8
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_BIAS = 100.0
+MAX_CHOICES = 1024
+MAX_STRUCTURE_BYTES = 64 * 1024
 
 
 def uid_of(link_id: int, handle: int) -> int:
@@ -30,45 +36,52 @@ def uid_of(link_id: int, handle: int) -> int:
 def to_new_request(submit: pb.Submit, uid: int, engine: EngineInfo, now: float) -> NewRequest:
     """Raises InvalidArgumentError or UnimplementedError for a field that cannot be served."""
     _check_request_id(submit.request_id)
+    if submit.index >= MAX_COMPLETIONS:
+        raise InvalidArgumentError(
+            "n", f"at most {MAX_COMPLETIONS} completions are given, got index {submit.index}"
+        )
     prompt = _to_prompt(submit, engine)
-    _check_unbuilt(submit)
+    max_tokens = _to_max_tokens(submit.max_tokens, len(prompt), engine.max_context)
     return NewRequest(
         uid=uid,
         prompt_token_ids=prompt,
-        max_tokens=_to_max_tokens(submit.max_tokens, len(prompt), engine.max_context),
-        sampling=to_sampling_params(submit.sampling),
+        max_tokens=max_tokens,
+        sampling=to_sampling_params(submit.sampling, engine.vocab_size),
+        min_tokens=_to_min_tokens(submit.min_tokens, max_tokens),
         stop_token_ids=_to_stop_token_ids(submit.stop_token_ids, engine.vocab_size),
         ignore_eos=submit.ignore_eos,
+        priority=submit.priority,
         cache_salt=submit.cache_salt,
         deadline=now + submit.timeout_ms / 1000 if submit.timeout_ms else None,
         time_limit=now + submit.time_limit_ms / 1000 if submit.time_limit_ms else None,
         arrived_at=now,
+        logprobs=_to_num_top(submit, "logprobs"),
+        prompt_logprobs=_to_num_top(submit, "prompt_logprobs"),
+        structured_output=_to_structured_output(submit, engine),
+        index=submit.index,
     )
 
 
-def to_sampling_params(sampling: pb.SamplingParams) -> SamplingParams:
-    """Raises InvalidArgumentError or UnimplementedError."""
+def to_sampling_params(sampling: pb.SamplingParams, vocab_size: int) -> SamplingParams:
+    """Raises InvalidArgumentError."""
     _check_range("temperature", sampling.temperature, 0, math.inf)
     _check_range("top_p", sampling.top_p, 0, 1, is_low_open=True)
     _check_range("min_p", sampling.min_p, 0, 1)
     _check_range("repetition_penalty", sampling.repetition_penalty, 0, math.inf, is_low_open=True)
     _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
     _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
-    unbuilt = {
-        "min_p": sampling.min_p > 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-        "frequency_penalty": sampling.frequency_penalty != 0,
-        "presence_penalty": sampling.presence_penalty != 0,
-        "logit_bias": bool(sampling.logit_bias),
-        "allowed_token_ids": bool(sampling.allowed_token_ids),
-    }
-    _refuse_first({f"sampling.{name}": is_set for name, is_set in unbuilt.items()})
     return SamplingParams(
         temperature=sampling.temperature,
         # More than any vocabulary has: all of it, and within the engine's int32.
         top_k=sampling.top_k if sampling.top_k < 1 << 31 else 0,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
         seed=sampling.seed,
+        logit_bias=_to_logit_bias(sampling.logit_bias, vocab_size),
+        allowed_token_ids=_to_allowed_ids(sampling.allowed_token_ids, vocab_size),
     )
 
 
@@ -116,6 +129,25 @@ def fill_step_output(
     output.committed_unix_us = int((time.time() - time.monotonic() + committed_at) * 1e6)
 
 
+def to_token_logprobs(logprobs: TokenLogprobs, chosen: BoolArray) -> Iterator[pb.TokenLogprobs]:
+    """The chosen entries, in one message for each run of entries of one request."""
+    (places,) = np.nonzero(chosen)
+    handles = (logprobs.uids[places] & HANDLE_MASK).tolist()
+    num_top = logprobs.num_top[places].tolist()
+    for start, end in _runs(handles):
+        at, num = places[start:end], num_top[start]
+        yield pb.TokenLogprobs(
+            handle=handles[start],
+            prompt=logprobs.is_prompt,
+            token_ids=logprobs.token_ids[at].tolist(),
+            logprobs=logprobs.logprobs[at].tolist(),
+            ranks=logprobs.ranks[at].tolist(),
+            num_top=num,
+            top_token_ids=logprobs.top_ids[at, :num].ravel().tolist(),
+            top_logprobs=logprobs.top_logprobs[at, :num].ravel().tolist(),
+        )
+
+
 def to_load_response(load: Load, *, is_ready: bool) -> pb.GetLoadResponse:
     return pb.GetLoadResponse(
         ready=is_ready,
@@ -132,6 +164,15 @@ def to_load_response(load: Load, *, is_ready: bool) -> pb.GetLoadResponse:
         generated_tokens=load.generated_tokens,
         idle_s=load.idle_s,
     )
+
+
+def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each stretch of equal values."""
+    start = 0
+    for end in range(1, len(values) + 1):
+        if end == len(values) or values[end] != values[start]:
+            yield start, end
+            start = end
 
 
 def _add_finished(output: pb.StepOutput, end: Finished) -> None:
@@ -186,33 +227,94 @@ def _to_max_tokens(max_tokens: int, prompt_len: int, max_context: int) -> int:
     return max_tokens
 
 
+def _to_min_tokens(min_tokens: int, max_tokens: int) -> int:
+    if min_tokens > max_tokens:
+        raise InvalidArgumentError(
+            "stopping.min_tokens",
+            f"must be at most max_tokens, which is {max_tokens}, got {min_tokens}",
+        )
+    return min_tokens
+
+
 def _to_stop_token_ids(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    stop_token_ids = tuple(ids)
-    for token_id in stop_token_ids:
-        if token_id >= vocab_size:
+    return _to_token_ids("stopping.stop_token_ids", ids, vocab_size)
+
+
+def _to_token_ids(field: str, ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Each id once."""
+    token_ids = tuple(dict.fromkeys(ids))
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidArgumentError(
+            field, f"token id {largest} is outside the vocabulary of {vocab_size}"
+        )
+    return token_ids
+
+
+def _to_allowed_ids(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    # Every id of the vocabulary allowed is nothing forbidden.
+    allowed = _to_token_ids("sampling.allowed_token_ids", ids, vocab_size)
+    return allowed if len(allowed) < vocab_size else ()
+
+
+def _to_logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    field = "sampling.logit_bias"
+    if len(bias) > MAX_LOGIT_BIASES:
+        raise InvalidArgumentError(
+            field, f"at most {MAX_LOGIT_BIASES} entries are allowed, got {len(bias)}"
+        )
+    _to_token_ids(field, bias, vocab_size)
+    for token_id, value in bias.items():
+        if not (math.isfinite(value) and abs(value) <= MAX_BIAS):
             raise InvalidArgumentError(
-                "stopping.stop_token_ids",
-                f"token id {token_id} is outside the vocabulary of {vocab_size}",
+                field,
+                f"must be a finite number in [{-MAX_BIAS:g}, {MAX_BIAS:g}], "
+                f"got {value:g} for token id {token_id}",
             )
-    return stop_token_ids
+    # In order of the ids: a protobuf map has none of its own.
+    return tuple(sorted((token_id, value) for token_id, value in bias.items() if value))
 
 
-def _check_unbuilt(submit: pb.Submit) -> None:
-    _refuse_first(
-        {
-            "stopping.min_tokens": submit.min_tokens > 0,
-            "priority": submit.priority != 0,
-            "output.logprobs": submit.HasField("logprobs"),
-            "output.prompt_logprobs": submit.HasField("prompt_logprobs"),
-            "structured_output": submit.HasField("structured_output"),
-        }
-    )
+def _to_num_top(submit: pb.Submit, name: Literal["logprobs", "prompt_logprobs"]) -> int | None:
+    if not submit.HasField(name):
+        return None
+    num_top: int = getattr(submit, name)
+    if num_top > MAX_LOGPROBS:
+        raise InvalidArgumentError(
+            f"output.{name}", f"at most {MAX_LOGPROBS} likeliest tokens are given, got {num_top}"
+        )
+    return num_top
 
 
-def _refuse_first(fields: dict[str, bool]) -> None:
-    for field, is_set in fields.items():
+def _to_structured_output(submit: pb.Submit, engine: EngineInfo) -> StructuredOutput | None:
+    if not submit.HasField("structured_output"):
+        return None
+    if not engine.has_logits:
+        raise UnimplementedError("structured_output")
+    given = submit.structured_output
+    if int(given.kind) not in tuple(StructureKind):
+        raise InvalidArgumentError("structured_output", "no kind is set")
+    unfit = {
+        "stopping.ignore_eos": submit.ignore_eos,
+        "stopping.min_tokens": submit.min_tokens > 0,
+        "sampling.allowed_token_ids": bool(submit.sampling.allowed_token_ids),
+    }
+    for field, is_set in unfit.items():
         if is_set:
-            raise UnimplementedError(field)
+            raise InvalidArgumentError(
+                field, "cannot be combined with structured_output: nothing might be left to sample"
+            )
+    size = len(given.text.encode()) + sum(len(choice.encode()) for choice in given.choices)
+    if size > MAX_STRUCTURE_BYTES:
+        raise InvalidArgumentError(
+            "structured_output", f"at most {MAX_STRUCTURE_BYTES} bytes are allowed, got {size}"
+        )
+    if len(given.choices) > MAX_CHOICES:
+        raise InvalidArgumentError(
+            "structured_output.choice",
+            f"at most {MAX_CHOICES} choices are allowed, got {len(given.choices)}",
+        )
+    return StructuredOutput(StructureKind(given.kind), given.text, tuple(given.choices))
 
 
 def _check_range(

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import structlog
 
@@ -26,12 +27,13 @@ from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from worker.convert import (
     HANDLE_BITS,
+    MAX_COMPLETIONS,
     to_failure,
     to_load_response,
     to_new_request,
     uid_of,
 )
-from worker.link import Link, LinkLimits
+from worker.link import Link, LinkLimits, RequestKey
 from worker.messages import (
     Abort,
     CacheFlushed,
@@ -45,6 +47,7 @@ from worker.messages import (
     Ready,
     StepOutput,
     Submit,
+    TokenLogprobs,
     Trace,
     Traced,
 )
@@ -78,8 +81,8 @@ class Dispatcher:
         self._metrics = metrics
         self._links: dict[int, Link] = {}
         self._link_ids = itertools.count(1)
-        # Public id of each live request -> uid.
-        self._uids: dict[str, int] = {}
+        # (public id, index of the completion) of each live request -> uid.
+        self._uids: dict[RequestKey, int] = {}
         self._calls: dict[int, asyncio.Future[CacheFlushed | Traced]] = {}
         self._call_ids = itertools.count(1)
         self._load = Load()
@@ -146,14 +149,19 @@ class Dispatcher:
                 raise InvalidArgumentError("command", "none is set")
 
     def abort_ids(self, request_ids: Iterable[str]) -> list[str]:
-        """Ends live requests by their public ids, over whichever link they came."""
-        aborted = [
-            request_id for request_id in dict.fromkeys(request_ids) if request_id in self._uids
-        ]
-        if aborted:
-            uids = tuple(self._uids[request_id] for request_id in aborted)
-            self._send(Abort(uids, report=True))
-        return aborted
+        """Ends live requests by their public ids, over whichever link they came.
+
+        All completions of an id end together.
+        """
+        uids: dict[str, list[int]] = {}
+        for request_id in dict.fromkeys(request_ids):
+            for index in range(MAX_COMPLETIONS):
+                uid = self._uids.get((request_id, index))
+                if uid is not None:
+                    uids.setdefault(request_id, []).append(uid)
+        if uids:
+            self._send(Abort(tuple(chain.from_iterable(uids.values())), report=True))
+        return list(uids)
 
     async def flush_cache(self) -> int:
         """Pages freed. Raises UnavailableError."""
@@ -258,7 +266,8 @@ class Dispatcher:
         assert self._ready is not None
         uid = uid_of(link.link_id, submit.handle)
         request = to_new_request(submit, uid, self._ready.engine, time.monotonic())
-        if submit.request_id in self._uids:
+        key = (submit.request_id, submit.index)
+        if key in self._uids:
             raise AlreadyExistsError(f"request_id: {submit.request_id} is live already")
         # Counted here, so that the answer is at once even while a long step runs.
         limit = self._limits.max_running + self._limits.max_waiting
@@ -268,8 +277,8 @@ class Dispatcher:
                 f"and {self._limits.max_waiting} wait",
                 retry_after_ms=RETRY_AFTER_MS,
             )
-        self._uids[submit.request_id] = uid
-        link.live[submit.handle] = submit.request_id
+        self._uids[key] = uid
+        link.live[submit.handle] = key
         link.waiting.add(submit.handle)
         self._send(Submit(request))
 
@@ -294,9 +303,9 @@ class Dispatcher:
 
     def _abort_silently(self, link: Link, handles: list[int]) -> None:
         for handle in handles:
-            request_id = link.forget(handle)
-            if request_id is not None:
-                self._forget(request_id, "ABANDONED")
+            key = link.forget(handle)
+            if key is not None:
+                self._forget(key, "ABANDONED")
         if handles:
             uids = tuple(uid_of(link.link_id, handle) for handle in handles)
             self._send(Abort(uids, report=False))
@@ -307,6 +316,9 @@ class Dispatcher:
             link = self._links.get(started.uid >> HANDLE_BITS)
             if link is not None:
                 link.push_started(started, committed_at)
+        # Before the tokens: merged or not, what belongs to a token is there with it.
+        for logprobs in output.logprobs:
+            self._push_logprobs(logprobs, committed_at)
         if len(output.uids):
             self._push_tokens(output)
         endings: tuple[Finished | Failed, ...] = output.finished + output.failed
@@ -326,16 +338,22 @@ class Dispatcher:
                 mine = link_ids == link_id
                 link.push_tokens(output.uids[mine], output.token_ids[mine], output.committed_at)
 
+    def _push_logprobs(self, logprobs: TokenLogprobs, committed_at: float) -> None:
+        link_ids = logprobs.uids >> HANDLE_BITS
+        for link_id in set(link_ids.tolist()):
+            if (link := self._links.get(link_id)) is not None:
+                link.push_logprobs(logprobs, link_ids == link_id, committed_at)
+
     def _end(self, ended: Finished | Failed, committed_at: float) -> None:
         """Passes a terminal entry on; one for a request that has ended already is dropped."""
         link = self._links.get(ended.uid >> HANDLE_BITS)
-        request_id = link.push_ended(ended, committed_at) if link is not None else None
-        if request_id is None:
+        key = link.push_ended(ended, committed_at) if link is not None else None
+        if key is None:
             return
         if isinstance(ended, Failed):
-            self._forget(request_id, ended.code.name)
+            self._forget(key, ended.code.name)
             return
-        self._forget(request_id, ended.reason.name)
+        self._forget(key, ended.reason.name)
         self._metrics.queue_time.observe(ended.queue_s)
         self._metrics.prefill_time.observe(ended.prefill_s)
         self._metrics.decode_time.observe(ended.decode_s)
@@ -346,8 +364,8 @@ class Dispatcher:
             failed = Failed(uid, error.code, error.message, error.field, error.retry_after_ms)
             self._end(failed, now)
 
-    def _forget(self, request_id: str, outcome: str) -> None:
-        del self._uids[request_id]
+    def _forget(self, key: RequestKey, outcome: str) -> None:
+        del self._uids[key]
         self._metrics.requests.labels(outcome).inc()
         if not self._uids:
             self.state.notify()

@@ -27,7 +27,7 @@ from worker.messages import (
 )
 from worker.scheduler.integrity import IntegrityError
 from worker.scheduler.scheduler import Scheduler
-from worker.step import Engine, StepHandle, StepPlan, StepResult
+from worker.step import Engine, Int32Array, StepHandle, StepPlan, StepResult
 from worker.trace import StepTrace
 
 _HEARTBEAT_S = 0.5
@@ -55,6 +55,9 @@ class FailedLaunch:
 
     def __init__(self, error: EngineError) -> None:
         self._error = error
+
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        pass
 
     def result(self) -> StepResult:
         raise self._error

@@ -14,12 +14,14 @@ import numpy as np
 
 from shared.errors import QueueFullError, ServingError
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
-from worker.convert import HANDLE_MASK, fill_step_output
-from worker.messages import Failed, Finished, Started
-from worker.step import Int32Array, Int64Array
+from worker.convert import HANDLE_MASK, fill_step_output, to_token_logprobs
+from worker.messages import Failed, Finished, Started, TokenLogprobs
+from worker.step import BoolArray, Int32Array, Int64Array
 
 _Array = TypeVar("_Array", Int32Array, Int64Array)
 Write = Callable[[pb.RunResponse], Awaitable[None]]
+# (public request id, index of the completion)
+RequestKey = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Link:
 
     def __init__(self, link_id: int, limits: LinkLimits) -> None:
         self.link_id = link_id
-        # The accepted requests without a terminal entry: handle -> public request id.
-        self.live: dict[int, str] = {}
+        # The accepted requests without a terminal entry.
+        self.live: dict[int, RequestKey] = {}
         # Those of them that the scheduler has not taken up yet.
         self.waiting: set[int] = set()
         self._limits = limits
@@ -79,6 +81,11 @@ class Link:
                 )
             )
 
+    def push_logprobs(self, logprobs: TokenLogprobs, mine: BoolArray, committed_at: float) -> None:
+        """Sends those of its entries that are of this link's requests."""
+        self._logprobs += to_token_logprobs(logprobs, mine)
+        self._note_commit(committed_at)
+
     def push_started(self, started: Started, committed_at: float) -> None:
         handle = started.uid & HANDLE_MASK
         if handle in self.live:
@@ -86,21 +93,21 @@ class Link:
             self._started.append(started)
             self._note_commit(committed_at)
 
-    def push_ended(self, ended: Finished | Failed, committed_at: float) -> str | None:
-        """Sends a terminal entry; the request's public id, or None if it had ended before."""
-        request_id = self.forget(ended.uid & HANDLE_MASK)
-        if request_id is not None:
+    def push_ended(self, ended: Finished | Failed, committed_at: float) -> RequestKey | None:
+        """Sends a terminal entry; whose it is, or None if it had ended before."""
+        key = self.forget(ended.uid & HANDLE_MASK)
+        if key is not None:
             self._ended_entries.append(ended)
             self._note_commit(committed_at)
-        return request_id
+        return key
 
-    def forget(self, handle: int) -> str | None:
-        """Ends a request without a word; its public id, or None if it had ended before."""
+    def forget(self, handle: int) -> RequestKey | None:
+        """Ends a request without a word; whose it is, or None if it had ended before."""
         self.waiting.discard(handle)
-        request_id = self.live.pop(handle, None)
-        if request_id is not None:
+        key = self.live.pop(handle, None)
+        if key is not None:
             self._wake.set()
-        return request_id
+        return key
 
     def half_close(self) -> None:
         """The gateway sends no more: the link ends well when its last request has."""
@@ -143,7 +150,7 @@ class Link:
                 self._has_room.set()
                 for answer in answers:
                     await write(answer)
-            if self._num_tokens or self._started or self._ended_entries:
+            if self._num_tokens or self._started or self._ended_entries or self._logprobs:
                 await write(self._take_output())
             if self._is_done():
                 self._ended.set()
@@ -163,6 +170,7 @@ class Link:
             ended=self._ended_entries,
             committed_at=self._committed_at,
         )
+        response.output.logprobs.extend(self._logprobs)
         self._clear_output()
         return response
 
@@ -172,6 +180,7 @@ class Link:
         self._num_tokens = 0
         self._started: list[Started] = []
         self._ended_entries: list[Finished | Failed] = []
+        self._logprobs: list[pb.TokenLogprobs] = []
         self._committed_at = 0.0
 
     def _note_commit(self, committed_at: float) -> None:

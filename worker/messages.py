@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shared.errors import Code
-from shared.types import FinishReason, SamplingParams
-from worker.step import EngineInfo, Int32Array, Int64Array
+from shared.types import FinishReason, SamplingParams, StructuredOutput
+from worker.step import EngineInfo, Float32Array, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,12 @@ class NewRequest:
     deadline: float | None = None
     time_limit: float | None = None
     arrived_at: float = 0.0
+    # Not None: the log-probability of each token, and of so many of the likeliest beside it.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
+    # Which of the client's completions this is.
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,27 @@ class Failed:
     retry_after_ms: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Entry i is token_ids[i] of request uids[i]; see worker.step.TokenLogprobs.
+
+    A request's entries are in order, over all outputs. For what was sampled they are one to
+    one with the tokens of the same output. Those of its prompt are one for each of its tokens
+    but the first; they come in parts, chunk by chunk, all before its first token or with it.
+    """
+
+    is_prompt: bool
+    uids: Int64Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    ranks: Int32Array
+    # How many of the likeliest the request asked for; what is beyond them is not for it.
+    num_top: Int32Array
+    # [num_entries, most that any of them asked for]
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+
+
 def _no_uids() -> Int64Array:
     return np.empty(0, np.int64)
 
@@ -193,6 +220,7 @@ class StepOutput:
     failed: tuple[Failed, ...] = ()
     load: Load = field(default_factory=Load)
     committed_at: float = 0.0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

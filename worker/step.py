@@ -7,7 +7,7 @@ the step before wrote it. That is what lets step N+1 be planned while N runs.
 Every array of a plan is the plan's own copy; neither side changes it afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +29,60 @@ class SamplingBatch:
     min_p: Float32Array
     seeds: NDArray[np.uint64]
     is_greedy: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpening:
+    """How a row's logits are adjusted, told once: with the first step of the row's request.
+
+    What changes from token to token, which is how often each was sampled, the engine keeps
+    up by itself in the step that samples. A draw is from
+    1. the model's logits, but -inf for ids that are not allowed and for banned ones;
+    2. plus the bias;
+    3. of each id among all tokens so far, divided by the repetition penalty if positive and
+       else multiplied by it;
+    4. minus frequency penalty * count and presence penalty * (count > 0), where count is how
+       often the id was sampled, the prompt aside;
+    and then come temperature and filters. A request that was preempted is told anew.
+    """
+
+    row: int
+    # All known tokens; those from prompt_len on were sampled.
+    token_ids: Int32Array
+    prompt_len: int
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    # [num_biases] each; no id twice.
+    bias_ids: Int32Array
+    bias_values: Float32Array
+    # None: every id.
+    allowed_ids: Int32Array | None
+    # Ids that cannot stand at any position before min_len.
+    banned_ids: Int32Array
+    min_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsPlan:
+    """Which log-probabilities a step owes; see TokenLogprobs."""
+
+    # Indices of the plan's rows, all of which sample, whose sampled token is to be given.
+    rows: Int32Array
+    # Likeliest tokens for each of those: the most that one of the rows asks for.
+    num_top: int
+    # [num_prompt_entries] places among the step's input tokens (decode rows come first, one
+    # each) whose logits are asked for, in rising order, and the prompt's token after each.
+    prompt_inputs: Int32Array
+    prompt_targets: Int32Array
+    num_prompt_top: int
+    # Indices of the plan's rows that the entries belong to, in order, and how many each has.
+    prompt_rows: Int32Array
+    prompt_counts: Int32Array
+
+
+def _no_indices() -> Int32Array:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +118,15 @@ class StepPlan:
     page_columns: Int32Array
     page_ids: Int32Array
     sampling: SamplingBatch
+    # Rows of this plan that are adjusted from now on. Should a step fail before it took its
+    # openings, later plans may still name those rows as adjusted: their requests have ended
+    # and what they sample is not read, but it must do no harm.
+    openings: tuple[RowOpening, ...] = ()
+    # Indices of the plan's rows, all of which sample: those whose logits are adjusted by what
+    # their opening said, and those that wait for a mask (StepHandle.provide_masks). Rising.
+    adjusted: Int32Array = field(default_factory=_no_indices)
+    masked: Int32Array = field(default_factory=_no_indices)
+    logprobs: LogprobsPlan | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,6 +135,29 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return self.num_decode + len(self.prefill_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Entry i is one token, by the model's own logits: log_softmax in float32, before
+    temperature, adjustments, masks and filters."""
+
+    logprobs: Float32Array
+    # 1 + the number of tokens with a strictly greater logit.
+    ranks: Int32Array
+    # [num_entries, num_top] likeliest first; of equal ones the lowest id first.
+    top_ids: Int32Array
+    top_logprobs: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """What a step owed; an engine without logits gives entries without top ones."""
+
+    # For LogprobsPlan.rows; None if there are none.
+    sampled: TokenLogprobs | None
+    # For LogprobsPlan.prompt_targets; None if there are none.
+    prompt: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +170,8 @@ class StepResult:
     # time.monotonic() at the device: begin and end of the step's work.
     started_at: float
     finished_at: float
+    # Not None if the plan asked for any.
+    logprobs: StepLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +184,21 @@ class EngineInfo:
     # Most tokens (prompt and output) of one request.
     max_context: int
     vocab_size: int
+    # False: it has no logits, so that nothing can be masked.
+    has_logits: bool = True
 
 
 class StepHandle(Protocol):
     """A step that was launched."""
+
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        """What each row of the plan's `masked` may sample; sampling waits for it.
+
+        [len(masked), ceil(vocab_size / 32)]: bit b of word w set means that id 32 * w + b is
+        allowed. Called exactly once, before `result`, for a step whose `masked` is not empty,
+        and for no other. Copies what it needs before it returns; does not wait for the step.
+        """
+        ...
 
     def result(self) -> StepResult:
         """Blocks until the step's tokens are on the host. Raises EngineError."""
@@ -117,5 +216,8 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what is in flight and frees the device. Idempotent."""
+        """Waits for what is in flight and frees the device. Idempotent.
+
+        A step that never got its masks is given up.
+        """
         ...

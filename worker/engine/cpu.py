@@ -167,6 +167,9 @@ class CpuStep:
         self._step_id = step_id
         self._future = future
 
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        raise NotImplementedError
+
     def result(self) -> StepResult:
         try:
             return self._future.result()

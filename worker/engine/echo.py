@@ -10,11 +10,20 @@ import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
 from shared.errors import EngineError
-from worker.step import EngineInfo, Int32Array, StepPlan, StepResult
+from worker.step import (
+    EngineInfo,
+    Int32Array,
+    LogprobsPlan,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 # In a slot that was never written; no token id, so that reading it cannot go unnoticed.
 UNWRITTEN = -1
@@ -56,6 +65,13 @@ class EchoMemory:
         return slots
 
 
+def certain_logprobs(asked: LogprobsPlan | None) -> StepLogprobs | None:
+    """Of an engine without logits: every token was certain, and there were no others."""
+    if asked is None:
+        return None
+    return StepLogprobs(_certain(len(asked.rows)), _certain(len(asked.prompt_targets)))
+
+
 class EchoEngine:
     """Runs its steps in order on a thread of its own, so that overlap is real.
 
@@ -72,7 +88,7 @@ class EchoEngine:
         failing_steps: Collection[int] = (),
         faulty_rows: Collection[tuple[int, int]] = (),
     ) -> None:
-        self._info = info
+        self._info = replace(info, has_logits=False)
         self._eos_token_id = eos_token_id
         self._step_s = step_s
         self._failing_steps = frozenset(failing_steps)
@@ -86,9 +102,9 @@ class EchoEngine:
     def info(self) -> EngineInfo:
         return self._info
 
-    def launch(self, plan: StepPlan) -> "Future[StepResult]":
+    def launch(self, plan: StepPlan) -> "EchoStep":
         step, self._num_launched = self._num_launched, self._num_launched + 1
-        return self._thread.submit(self._run, step, plan)
+        return EchoStep(self._thread.submit(self._run, step, plan))
 
     def close(self) -> None:
         self._closing.set()
@@ -105,7 +121,8 @@ class EchoEngine:
             self._closing.wait(self._step_s)
         faulty = np.zeros(plan.num_rows, np.bool_)
         faulty[[row for at, row in self._faulty_rows if at == step and row < plan.num_rows]] = True
-        return StepResult(token_ids, faulty, started_at, time.monotonic())
+        logprobs = certain_logprobs(plan.logprobs)
+        return StepResult(token_ids, faulty, started_at, time.monotonic(), logprobs)
 
     def _echo(self, plan: StepPlan) -> Int32Array:
         index = plan.cached_lens + plan.extend_lens - plan.prompt_lens
@@ -113,3 +130,30 @@ class EchoEngine:
         in_prompt = np.clip(index, 0, plan.prompt_lens - 1)
         echoed = self._memory.read(plan.rows, in_prompt)
         return np.where(index < plan.prompt_lens, echoed, self._eos_token_id).astype(np.int32)
+
+
+class EchoStep:
+    """A step that was launched; it has no logits that a mask could be laid on."""
+
+    def __init__(self, future: "Future[StepResult]") -> None:
+        self._future = future
+
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        pass
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> StepResult:
+        return self._future.result()
+
+
+def _certain(num_entries: int) -> TokenLogprobs | None:
+    if not num_entries:
+        return None
+    return TokenLogprobs(
+        logprobs=np.zeros(num_entries, np.float32),
+        ranks=np.ones(num_entries, np.int32),
+        top_ids=np.empty((num_entries, 0), np.int32),
+        top_logprobs=np.empty((num_entries, 0), np.float32),
+    )

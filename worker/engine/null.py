@@ -1,17 +1,19 @@
 """An engine that computes nothing: for measuring what the host alone costs."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from worker.step import EngineInfo, StepPlan, StepResult
+from worker.engine.echo import certain_logprobs
+from worker.step import EngineInfo, Int32Array, StepPlan, StepResult
 
 
 class NullEngine:
     """Answers every step at once with the same token."""
 
     def __init__(self, info: EngineInfo, *, token_id: int = 0) -> None:
-        self._info = info
+        self._info = replace(info, has_logits=False)
         self._token_id = token_id
 
     @property
@@ -26,6 +28,7 @@ class NullEngine:
                 faulty=np.zeros(plan.num_rows, np.bool_),
                 started_at=now,
                 finished_at=now,
+                logprobs=certain_logprobs(plan.logprobs),
             )
         )
 
@@ -38,6 +41,9 @@ class NullHandle:
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
+
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        pass
 
     def result(self) -> StepResult:
         return self._result

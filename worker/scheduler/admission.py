@@ -27,8 +27,13 @@ def check_request(new: NewRequest, info: EngineInfo) -> None:
             f"{new.max_tokens} after a prompt of {prompt_len} tokens exceeds the context of "
             f"{info.max_context}",
         )
-    if new.min_tokens:
-        raise UnimplementedError("stopping.min_tokens")
+    if not 0 <= new.min_tokens <= new.max_tokens:
+        raise InvalidArgumentError(
+            "stopping.min_tokens",
+            f"must be 0 to max_tokens, which is {new.max_tokens}, got {new.min_tokens}",
+        )
+    if new.structured_output is not None and not info.has_logits:
+        raise UnimplementedError("structured_output")
     _check_token_ids("prompt", new.prompt_token_ids, info.vocab_size)
     if new.stop_token_ids:
         stop_ids = np.array(new.stop_token_ids, np.int64)

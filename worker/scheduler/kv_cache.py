@@ -55,9 +55,15 @@ class KVCacheManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
 
-    def match(self, token_ids: Int32Array, salt: str) -> PrefixMatch:
-        """What is cached of a prompt; never all of it, for a step must compute something."""
-        usable = token_ids[:-1] if self._prefix_caching else token_ids[:0]
+    def match(
+        self, token_ids: Int32Array, salt: str, *, needs_all_logits: bool = False
+    ) -> PrefixMatch:
+        """What is cached of a prompt; never all of it, for a step must compute something.
+
+        With `needs_all_logits` nothing is: the cache has none of them.
+        """
+        is_usable = self._prefix_caching and not needs_all_logits
+        usable = token_ids[:-1] if is_usable else token_ids[:0]
         return self._tree.match(usable, salt)
 
     def admit(self, match: PrefixMatch, num_tokens: int) -> int:

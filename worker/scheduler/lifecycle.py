@@ -5,6 +5,8 @@ once the request is planned no more *and* no step in flight holds its row, and n
 ever frees a row.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from shared.errors import ServingError
@@ -22,8 +24,10 @@ from worker.step import EngineInfo
 class Lifecycle:
     """The live requests, and what they hold."""
 
-    def __init__(self, info: EngineInfo, *, prefix_caching: bool) -> None:
-        self.rows = RowTable(info)
+    def __init__(
+        self, info: EngineInfo, eos_token_ids: Iterable[int], *, prefix_caching: bool
+    ) -> None:
+        self.rows = RowTable(info, eos_token_ids)
         self.kv = KVCacheManager(info, prefix_caching=prefix_caching)
         self.waiting = WaitingQueue()
         self.expiries = Expiries()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from shared.errors import ServingError
-from worker.messages import Failed, Finished, Load, Started, StepOutput
+from worker.messages import Failed, Finished, Load, Started, StepOutput, TokenLogprobs
 from worker.step import Int32Array, Int64Array
 
 # So that nothing at all can be joined, too.
@@ -20,16 +20,21 @@ class OutputBuffer:
         self._started: list[Started] = []
         self._finished: list[Finished] = []
         self._failed: list[Failed] = []
+        self._logprobs: list[TokenLogprobs] = []
 
     @property
     def is_empty(self) -> bool:
-        return not (self._uids or self._started or self._finished or self._failed)
+        return not (self._uids or self._started or self._finished or self._failed or self._logprobs)
 
     def add_tokens(self, uids: Int64Array, token_ids: Int32Array) -> None:
         """Takes over both arrays, which are of one length."""
         if len(uids):
             self._uids.append(uids)
             self._token_ids.append(token_ids)
+
+    def add_logprobs(self, logprobs: TokenLogprobs | None) -> None:
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
 
     def add_started(self, started: Started) -> None:
         self._started.append(started)
@@ -51,7 +56,8 @@ class OutputBuffer:
             failed=tuple(self._failed),
             load=load,
             committed_at=now,
+            logprobs=tuple(self._logprobs),
         )
         self._uids, self._token_ids = [], []
-        self._started, self._finished, self._failed = [], [], []
+        self._started, self._finished, self._failed, self._logprobs = [], [], [], []
         return output

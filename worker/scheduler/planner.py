@@ -11,7 +11,7 @@ from worker.scheduler.config import Policy, SchedulerConfig
 from worker.scheduler.lifecycle import Lifecycle
 from worker.scheduler.request import Request
 from worker.scheduler.rows import Phase
-from worker.step import EngineInfo, Int32Array, StepPlan
+from worker.step import EngineInfo, Int32Array, RowOpening, StepPlan
 
 _NO_ROWS = np.empty(0, np.int32)
 
@@ -113,7 +113,11 @@ class Planner:
         request = self._lifecycle.waiting.peek()
         if request is None or self.num_free_places <= 0 or not self._kv.table.num_free_rows:
             return None
-        match = self._kv.match(request.token_ids, request.new.cache_salt)
+        match = self._kv.match(
+            request.token_ids,
+            request.new.cache_salt,
+            needs_all_logits=not request.has_prompt_logprobs,
+        )
         num_new = self._kv.pages_for(len(request.token_ids)) - len(match.pages)
         reserve = growth_reserve(self._rows, self._config.headroom_tokens, self._page_size)
         if num_new + reserve > self._kv.num_available - match.num_unlocked:
@@ -149,6 +153,16 @@ class Planner:
         state.lens[rows] = lens
         state.num_in_flight[rows] += 1
         self._begin_decoding(chunks, samples[num_decode:])
+        openings: tuple[RowOpening, ...] = ()
+        adjusted = masked = _NO_ROWS
+        logprobs = None
+        features = state.features
+        if features.num_open:
+            openings = features.take_openings()
+            adjusted = features.adjusted(rows, samples, computed)
+            masked = features.masked(rows, samples)
+            starts = cached_lens[num_decode:].tolist()
+            logprobs = features.logprobs(rows, samples, chunks=chunks, starts=starts)
         return StepPlan(
             step_id=step_id,
             num_decode=num_decode,
@@ -163,6 +177,10 @@ class Planner:
             page_columns=page_columns,
             page_ids=page_ids,
             sampling=state.sampling(rows),
+            openings=openings,
+            adjusted=adjusted,
+            masked=masked,
+            logprobs=logprobs,
         )
 
     def _begin_decoding(self, chunks: list[tuple[Request, int]], complete: np.ndarray) -> None:

@@ -45,6 +45,8 @@ class Request:
     cached_tokens: int = 0
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    # Of the prompt's log-probabilities, how many have been told.
+    num_prompt_logprobs: int = 0
 
     @property
     def uid(self) -> int:
@@ -53,6 +55,11 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.new.prompt_token_ids)
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether nothing of its prompt's log-probabilities is owed, if it asked for any."""
+        return self.new.prompt_logprobs is None or self.num_prompt_logprobs >= self.prompt_len - 1
 
     @property
     def order(self) -> tuple[int, int]:

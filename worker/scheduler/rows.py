@@ -4,10 +4,12 @@ Kept as arrays so that a step costs a handful of numpy calls, however many rows 
 Pages are in PageTable, and so is the row allocator.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 import numpy as np
 
+from worker.scheduler.features import RowFeatures
 from worker.scheduler.request import Request
 from worker.step import BoolArray, EngineInfo, Int32Array, SamplingBatch
 
@@ -34,8 +36,9 @@ class RowTable:
     in place for `computed` positions by launched steps, and is for `valid` by finished ones.
     """
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, eos_token_ids: Iterable[int]) -> None:
         shape = info.max_rows
+        self.features = RowFeatures(info, eos_token_ids)
         self.phase = np.zeros(shape, np.int8)
         self.num_in_flight = np.zeros(shape, np.int32)
         self.uids = np.zeros(shape, np.int64)
@@ -74,6 +77,7 @@ class RowTable:
         self.requests[row] = request
         self._ignore_eos[row] = request.new.ignore_eos
         self._set_stop_ids(row, request.new.stop_token_ids)
+        self.features.open(row, request)
         params = request.new.sampling
         self._sampling.temperature[row] = params.temperature
         self._sampling.top_k[row] = params.top_k
@@ -86,6 +90,7 @@ class RowTable:
         self.phase[row] = Phase.FREE
         self.requests[row] = None
         self._set_stop_ids(row, ())
+        self.features.close(row)
 
     def request_of(self, row: int) -> Request:
         request = self.requests[row]

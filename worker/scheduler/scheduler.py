@@ -22,9 +22,10 @@ from worker.scheduler import integrity
 from worker.scheduler.admission import check_request
 from worker.scheduler.config import SchedulerConfig
 from worker.scheduler.lifecycle import Lifecycle
+from worker.scheduler.logprobs import of_prompts, of_sampled, without_numbers
 from worker.scheduler.planner import Planner
 from worker.scheduler.rows import Phase
-from worker.step import BoolArray, EngineInfo, Int32Array, StepPlan, StepResult
+from worker.step import BoolArray, EngineInfo, Int32Array, StepLogprobs, StepPlan, StepResult
 
 
 class Scheduler:
@@ -45,12 +46,13 @@ class Scheduler:
             )
         self._config = config
         self._info = info
-        self._lifecycle = Lifecycle(info, prefix_caching=config.prefix_caching)
+        eos_ids = [token for token in eos_token_ids if token < info.vocab_size]
+        self._lifecycle = Lifecycle(info, eos_ids, prefix_caching=config.prefix_caching)
         self._rows = self._lifecycle.rows
         self._planner = Planner(config, info, self._lifecycle)
         self._in_flight: deque[int] = deque()
         self._is_eos = np.zeros(info.vocab_size, np.bool_)
-        self._is_eos[[token for token in eos_token_ids if token < info.vocab_size]] = True
+        self._is_eos[eos_ids] = True
         self._num_steps = 0
         self._num_generated = 0
         self._idle_s = 0.0
@@ -128,12 +130,16 @@ class Scheduler:
         state.valid_lens[plan.rows] += np.where(sound, plan.extend_lens, 0)
         # A request may have ended while the step ran; what the step gave it is dropped.
         is_open = state.phase[plan.rows] != Phase.ENDED
-        kept = plan.samples & is_open & ~result.faulty
-        self._append(plan.rows[kept], result.token_ids[kept], now)
+        faulty = result.faulty
+        if plan.logprobs is not None and result.logprobs is not None:
+            faulty = faulty | without_numbers(plan, result.logprobs)
+            self._tell_prompts(plan, result.logprobs, is_open & ~faulty)
+        kept = plan.samples & is_open & ~faulty
+        self._append(plan, result, kept, now)
         self._share_prompts(plan, kept, now)
-        if result.faulty.any():
+        if faulty.any():
             error = EngineError("the model's output was not finite")
-            self._fail_rows(plan.rows[result.faulty & is_open], error)
+            self._fail_rows(plan.rows[faulty & is_open], error)
         self._release(plan)
         self._account_idle(result)
 
@@ -188,9 +194,10 @@ class Scheduler:
         self._rows.num_in_flight[plan.rows] -= 1
         self._lifecycle.kv.step_over(plan.step_id)
 
-    def _append(self, rows: Int32Array, token_ids: Int32Array, now: float) -> None:
-        """Adds sampled tokens to the open requests of `rows`, and ends those that are done."""
+    def _append(self, plan: StepPlan, result: StepResult, kept: BoolArray, now: float) -> None:
+        """Adds the tokens of `kept` rows to their requests, and ends those that are done."""
         state = self._rows
+        rows, token_ids = plan.rows[kept], result.token_ids[kept]
         state.append(rows, token_ids, now)
         self._num_generated += len(rows)
         is_eos = self._is_eos[token_ids] & state.heeds_eos(rows)
@@ -198,6 +205,11 @@ class Scheduler:
         is_matched = is_eos | is_stop
         shown = ~is_matched
         self._lifecycle.output.add_tokens(state.uids[rows[shown]], token_ids[shown])
+        if plan.logprobs is not None and result.logprobs is not None:
+            shown_rows = kept.copy()
+            shown_rows[kept] = shown
+            told = of_sampled(plan, result.logprobs, result.token_ids, shown_rows, state)
+            self._lifecycle.output.add_logprobs(told)
         is_done = is_matched | (state.known_lens[rows] == state.end_lens[rows])
         for i in np.flatnonzero(is_done).tolist():
             reason, matched = FinishReason.LENGTH, -1
@@ -208,6 +220,14 @@ class Scheduler:
             if request.first_token_at is None:
                 request.first_token_at = now
             self._lifecycle.finish(request, reason, now, matched)
+
+    def _tell_prompts(self, plan: StepPlan, logprobs: StepLogprobs, told: BoolArray) -> None:
+        assert plan.logprobs is not None
+        self._lifecycle.output.add_logprobs(of_prompts(plan, logprobs, told, self._rows))
+        counts = plan.logprobs.prompt_counts.tolist()
+        for i, count in zip(plan.logprobs.prompt_rows.tolist(), counts, strict=True):
+            if told[i]:
+                self._rows.request_of(int(plan.rows[i])).num_prompt_logprobs += count
 
     def _share_prompts(self, plan: StepPlan, kept: BoolArray, now: float) -> None:
         """Puts prompts whose prefill this step completed in the tree."""

@@ -37,22 +37,6 @@ for _name, _value in INVALID_SAMPLING.items():
             {"sampling": neutral_sampling(**{_name: _bad})},
         )
 
-UNIMPLEMENTED: dict[str, dict[str, Any]] = {
-    "stopping.min_tokens": {"min_tokens": 1},
-    "priority": {"priority": -1},
-    "output.logprobs": {"logprobs": 0},
-    "output.prompt_logprobs": {"prompt_logprobs": 0},
-    "structured_output": {
-        "structured_output": pb.StructuredOutput(kind=pb.StructuredOutput.KIND_JSON_OBJECT)
-    },
-    "sampling.min_p": {"sampling": neutral_sampling(min_p=0.1)},
-    "sampling.repetition_penalty": {"sampling": neutral_sampling(repetition_penalty=1.1)},
-    "sampling.frequency_penalty": {"sampling": neutral_sampling(frequency_penalty=0.1)},
-    "sampling.presence_penalty": {"sampling": neutral_sampling(presence_penalty=0.1)},
-    "sampling.logit_bias": {"sampling": neutral_sampling(logit_bias={5: 1.0})},
-    "sampling.allowed_token_ids": {"sampling": neutral_sampling(allowed_token_ids=[5])},
-}
-
 
 async def test_each_invalid_value_is_refused_with_its_field(worker: FrontWorker) -> None:
     link = worker.link()
@@ -65,12 +49,14 @@ async def test_each_invalid_value_is_refused_with_its_field(worker: FrontWorker)
     await worker.assert_next_works()
 
 
-async def test_each_field_that_is_not_built_is_unimplemented(worker: FrontWorker) -> None:
+async def test_structured_output_is_unimplemented_on_an_engine_without_logits(
+    worker: FrontWorker,
+) -> None:
     link = worker.link()
-    for handle, (field, fields) in enumerate(UNIMPLEMENTED.items()):
-        await link.submit(handle, **fields)
-        failure = (await link.outcome(handle)).failure
-        assert (failure.code, failure.field) == (Code.UNIMPLEMENTED, field)
+    rule = pb.StructuredOutput(kind=pb.StructuredOutput.KIND_JSON_OBJECT)
+    await link.submit(1, structured_output=rule)
+    failure = (await link.outcome(1)).failure
+    assert (failure.code, failure.field) == (Code.UNIMPLEMENTED, "structured_output")
     await worker.assert_next_works()
 
 

@@ -46,14 +46,14 @@ def finished(handle: int) -> Finished:
 
 async def test_steps_that_come_while_a_write_blocks_are_merged_in_order() -> None:
     link, reader = Link(LINK_ID, LinkLimits()), SlowReader()
-    link.live[7] = "seven"
+    link.live[7] = ("seven", 0)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(link.send_all(reader.write))
         push(link, 7, [1])
         await reader.written.wait()
         for token_id in range(2, 12):
             push(link, 7, [token_id], committed_at=float(token_id))
-        assert link.push_ended(finished(7), 20.0) == "seven"
+        assert link.push_ended(finished(7), 20.0) == ("seven", 0)
         link.close(None)
         reader.may_go.set()
     first, second = reader.outputs()
@@ -71,7 +71,7 @@ async def test_an_answer_is_sent_before_the_output_that_follows_it() -> None:
         tasks.create_task(link.send_all(reader.write))
         link.answer(pb.RunResponse(accepted=pb.Accepted(handle=1)))
         await reader.written.wait()
-        link.live[2] = "two"
+        link.live[2] = ("two", 0)
         link.answer(pb.RunResponse(accepted=pb.Accepted(handle=2)))
         link.push_started(Started(uid_of(LINK_ID, 2), 0, 0, 0.0), 1.0)
         push(link, 2, [5])
@@ -83,8 +83,8 @@ async def test_an_answer_is_sent_before_the_output_that_follows_it() -> None:
 
 async def test_entries_of_requests_that_have_ended_are_dropped() -> None:
     link = Link(LINK_ID, LinkLimits())
-    link.live[1] = "one"
-    assert link.push_ended(finished(1), 1.0) == "one"
+    link.live[1] = ("one", 0)
+    assert link.push_ended(finished(1), 1.0) == ("one", 0)
     assert link.push_ended(finished(1), 2.0) is None
     assert link.forget(1) is None
 

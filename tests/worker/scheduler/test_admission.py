@@ -7,7 +7,6 @@ from shared.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     QueueFullError,
-    UnimplementedError,
 )
 from tests.worker.scheduler.driver import VOCAB_SIZE, Driver, engine_info
 from worker.messages import NewRequest
@@ -43,11 +42,12 @@ def test_a_stop_token_outside_the_vocabulary_is_refused() -> None:
     assert refusal.value.field == "stopping.stop_token_ids"
 
 
-def test_min_tokens_is_not_silently_ignored() -> None:
+def test_more_min_tokens_than_max_tokens_are_refused() -> None:
     driver = Driver()
-    new = NewRequest(1, np.array([1], np.int32), 4, min_tokens=2)
-    with pytest.raises(UnimplementedError):
+    new = NewRequest(1, np.array([1], np.int32), 4, min_tokens=5)
+    with pytest.raises(InvalidArgumentError) as refusal:
         driver.scheduler.add(new, 0.0)
+    assert refusal.value.field == "stopping.min_tokens"
 
 
 def test_a_prompt_and_output_that_just_fit_run_to_the_end() -> None:

@@ -90,6 +90,9 @@ class CudaStep:
         self._host_token_ids = host_token_ids
         self._timing = timing
 
+    def provide_masks(self, bitmasks: Int32Array) -> None:
+        raise NotImplementedError
+
     def result(self) -> StepResult:
         waited_from = time.monotonic()
         try:

@@ -114,7 +114,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends live requests by their public ids, over whichever stream they came.
+        """Ends live requests by their public ids, over whichever stream they came, with all the
+        completions that share an id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
