@@ -21,6 +21,7 @@ from shared.errors import EngineError
 from worker.checkpoint.load import load_model
 from worker.checkpoint.source import Checkpoint, Progress
 from worker.engine.cpu_attention import AttentionPlan, AttentionPlanner, PagedAttention
+from worker.engine.cpu_features import FeaturedSampling, StepFeatures, prepare, step_logprobs
 from worker.engine.kv_pool import (
     KVPool,
     auto_memory_bytes,
@@ -79,6 +80,9 @@ class CpuEngine:
             max_rows=info.max_rows,
             max_context=info.max_context,
         )
+        self._features = FeaturedSampling(info.vocab_size)
+        # Of the steps in flight that wait for their masks.
+        self._awaited: list[Future[Int32Array]] = []
         # One entry more than rows: the sentinel takes tokens that nobody may read.
         self._token_pool = torch.zeros(info.max_rows + 1, dtype=torch.int64)
 
@@ -92,10 +96,17 @@ class CpuEngine:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this step's
             failed: Future[StepResult] = Future()
             failed.set_exception(error)
-            return CpuStep(plan.step_id, failed)
-        return CpuStep(plan.step_id, self._thread.submit(self._run, inputs))
+            return CpuStep(plan.step_id, failed, Future())
+        bitmasks: Future[Int32Array] = Future()
+        if inputs.features is not None:
+            bitmasks = inputs.features.bitmasks
+            self._awaited = [masks for masks in self._awaited if not masks.done()]
+            self._awaited += [bitmasks] if len(plan.masked) else []
+        return CpuStep(plan.step_id, self._thread.submit(self._run, inputs), bitmasks)
 
     def close(self) -> None:
+        for bitmasks in self._awaited:
+            bitmasks.cancel()
         self._thread.shutdown(wait=True)
 
     def _prepare(self, plan: StepPlan) -> "_Inputs":
@@ -116,11 +127,15 @@ class CpuEngine:
             write_rows=torch.from_numpy(plan.write_rows[samples].astype(np.int64)),
             sampled_positions=(plan.cached_lens + plan.extend_lens)[samples],
             sampling=_select(plan.sampling, samples),
+            features=prepare(plan),
         )
 
     @torch.inference_mode()
     def _run(self, inputs: "_Inputs") -> StepResult:
         started_at = time.monotonic()
+        features = inputs.features
+        if features is not None:
+            self._features.open(features)
         token_ids = self._token_pool.index_select(0, inputs.decode_rows)
         if len(inputs.prefill_token_ids):
             token_ids = torch.cat((token_ids, inputs.prefill_token_ids))
@@ -128,15 +143,25 @@ class CpuEngine:
         hidden = self._model(token_ids, inputs.positions, self._attention)
         sampled = np.zeros(inputs.num_rows, np.int32)
         faulty = np.zeros(inputs.num_rows, np.bool_)
+        of_prompts = of_sampled = None
+        if features is not None:
+            of_prompts = self._features.of_prompts(features, hidden, self._model.logits)
         if inputs.samples.any():
             if inputs.outputs is not None:
                 hidden = hidden.index_select(0, inputs.outputs)
             logits = self._model.logits(hidden)
-            tokens, is_faulty = sample(logits, inputs.sampled_positions, inputs.sampling)
+            positions, sampling = inputs.sampled_positions, inputs.sampling
+            if features is None:
+                tokens, is_faulty = sample(logits, positions, sampling)
+            else:
+                tokens, is_faulty, of_sampled = self._features.sample(
+                    features, logits, positions, sampling
+                )
             self._token_pool[inputs.write_rows] = tokens
             sampled[inputs.samples] = tokens.numpy()
             faulty[inputs.samples] = is_faulty.numpy()
-        return StepResult(sampled, faulty, started_at, time.monotonic())
+        logprobs = None if features is None else step_logprobs(features, of_sampled, of_prompts)
+        return StepResult(sampled, faulty, started_at, time.monotonic(), logprobs)
 
 
 def open_cpu_engine(
@@ -163,12 +188,17 @@ def open_cpu_engine(
 class CpuStep:
     """A step that was launched."""
 
-    def __init__(self, step_id: int, future: Future[StepResult]) -> None:
+    def __init__(
+        self, step_id: int, future: Future[StepResult], bitmasks: Future[Int32Array]
+    ) -> None:
         self._step_id = step_id
         self._future = future
+        self._bitmasks = bitmasks
 
     def provide_masks(self, bitmasks: Int32Array) -> None:
-        raise NotImplementedError
+        # Cancelled if the engine was closed meanwhile, which ends the step.
+        if not self._bitmasks.cancelled():
+            self._bitmasks.set_result(bitmasks.copy())
 
     def result(self) -> StepResult:
         try:
@@ -196,6 +226,8 @@ class _Inputs:
     write_rows: Tensor
     sampled_positions: Int32Array
     sampling: SamplingBatch
+    # None in an ordinary step.
+    features: StepFeatures | None
 
 
 def _select(batch: SamplingBatch, rows: BoolArray) -> SamplingBatch:

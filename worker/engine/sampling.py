@@ -81,7 +81,7 @@ def _draw(logits: Tensor, position: int, batch: SamplingBatch, row: int) -> Tens
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
         admitted = logits >= lowest_admitted(logits, temperature, top_k, top_p)
         if min_p > 0.0:
-            admitted &= scaled.double().exp_() >= min_p
+            admitted &= _weights(logits, logits.max(), temperature) >= min_p
         token_ids, scaled = token_ids[admitted], scaled[admitted]
     noise = gumbel(noise_bits(int(batch.seeds[row]), position, token_ids))
     return token_ids[scaled.add_(noise).argmax()]
