@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gateway.logprobs import LogprobsBuffer
 from shared.errors import ServingError
+from shared.pb.tandem.worker.v1 import worker_pb2
 from shared.types import FinishReason
 
 
@@ -38,11 +40,26 @@ class RequestChannel:
     merge at no cost, and never more wait than the request's max_tokens.
     """
 
-    __slots__ = ("_abort", "_has_news", "_loop", "_waiter", "end", "handle", "started", "token_ids")
+    __slots__ = (
+        "_abort",
+        "_has_news",
+        "_loop",
+        "_waiter",
+        "end",
+        "handle",
+        "logprobs",
+        "prompt_logprobs",
+        "started",
+        "token_ids",
+    )
 
     def __init__(self, handle: int, abort: Callable[[int], None]) -> None:
         self.handle = handle
         self.token_ids: list[int] = []
+        # One to one with the tokens, and perhaps one more for the token that ended the
+        # request. None: none came.
+        self.logprobs: LogprobsBuffer | None = None
+        self.prompt_logprobs: LogprobsBuffer | None = None
         self.started: WorkerStarted | None = None
         # Set once, after the last token.
         self.end: WorkerFinished | ServingError | None = None
@@ -60,6 +77,18 @@ class RequestChannel:
         if self.end is None:
             self.end = end
             self.notify()
+
+    def add_logprobs(self, part: worker_pb2.TokenLogprobs) -> None:
+        """Those of sampled tokens before the tokens themselves, which wake the reader."""
+        if not part.prompt:
+            if self.logprobs is None:
+                self.logprobs = LogprobsBuffer()
+            self.logprobs.extend(part)
+            return
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = LogprobsBuffer()
+        self.prompt_logprobs.extend(part)
+        self.notify()
 
     def notify(self) -> None:
         """Wakes the reader after something was added."""

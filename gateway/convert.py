@@ -1,8 +1,10 @@
 """The gateway's values as messages of the public contract."""
 
+from collections.abc import Iterator
 from typing import assert_never
 
 from gateway.completion import Delta, Event, Finished, Started
+from gateway.logprobs import Logprobs, TokenLogprob
 from gateway.served_model import ServedModel
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
@@ -20,15 +22,20 @@ _REASONS = {
 
 def stream_response(event: Event) -> pb.GenerateStreamResponse:
     match event:
-        case Delta(text, token_ids):
-            return pb.GenerateStreamResponse(delta=pb.Delta(text=text, token_ids=token_ids))
+        case Delta(index, text, token_ids, logprobs):
+            delta = pb.Delta(index=index, text=text, token_ids=token_ids)
+            if logprobs is not None:
+                delta.logprobs.extend(logprobs_messages(logprobs))
+            return pb.GenerateStreamResponse(delta=delta)
         case Started():
             return pb.GenerateStreamResponse(
                 started=pb.Started(
+                    index=event.index,
                     request_id=event.request_id,
                     prompt_tokens=event.prompt_tokens,
                     cached_tokens=event.cached_tokens,
                     queue_position=event.queue_position,
+                    prompt_logprobs=logprobs_messages(event.prompt_logprobs),
                 )
             )
         case Finished():
@@ -37,9 +44,66 @@ def stream_response(event: Event) -> pb.GenerateStreamResponse:
             assert_never(event)
 
 
+class Answer:
+    """The events of a request, gathered into the answer of a unary call."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._completions: dict[int, pb.Completion] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Delta():
+                completion = self._completions[event.index]
+                completion.token_ids.extend(event.token_ids)
+                completion.logprobs.extend(logprobs_messages(event.logprobs))
+                self._texts[event.index].append(event.text)
+            case Started():
+                self._request_id = event.request_id
+                self._texts[event.index] = []
+                self._completions[event.index] = pb.Completion(
+                    index=event.index,
+                    prompt_logprobs=logprobs_messages(event.prompt_logprobs),
+                )
+            case Finished():
+                completion = self._completions[event.index]
+                completion.token_ids.extend(event.trailing_token_ids)
+                completion.logprobs.extend(logprobs_messages(event.trailing_logprobs))
+                completion.text = "".join(self._texts[event.index])
+                completion.finished.CopyFrom(finished_message(event))
+            case _:
+                assert_never(event)
+
+    def message(self) -> pb.GenerateResponse:
+        completions = [self._completions[index] for index in sorted(self._completions)]
+        return pb.GenerateResponse(request_id=self._request_id, completions=completions)
+
+
+def logprobs_messages(logprobs: Logprobs | None) -> Iterator[pb.TokenLogprobs]:
+    """One for each token; none where none were asked for."""
+    if logprobs is None:
+        return
+    for chosen, top in logprobs.places():
+        yield pb.TokenLogprobs(
+            chosen=_logprob_message(chosen), top=[_logprob_message(token) for token in top]
+        )
+
+
+def _logprob_message(token: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=token.token_id,
+        text=token.token_bytes.decode(errors="replace"),
+        logprob=token.logprob,
+        rank=token.rank,
+        token_bytes=token.token_bytes,
+    )
+
+
 def finished_message(event: Finished) -> pb.Finished:
     timings = event.timings
     message = pb.Finished(
+        index=event.index,
         finish_reason=_REASONS[event.reason],
         usage=pb.Usage(
             prompt_tokens=event.prompt_tokens,
@@ -55,6 +119,7 @@ def finished_message(event: Finished) -> pb.Finished:
         ),
         seed=event.seed,
         trailing_token_ids=event.trailing_token_ids,
+        trailing_logprobs=logprobs_messages(event.trailing_logprobs),
     )
     match event.reason:
         case FinishReason.EOS:

@@ -27,12 +27,15 @@ class PromptEncoder:
         self._max_pending = max_pending
         self._num_pending = 0
 
-    def encode(self, prompt: Prompt, model: ServedModel) -> asyncio.Future[list[int]]:
+    def encode(
+        self, prompt: Prompt, model: ServedModel, *, keep_last: int | None = None
+    ) -> asyncio.Future[list[int]]:
         """The prompt's token ids, with room for at least one more in the context.
 
-        The future raises InvalidArgumentError, naming the prompt's field.
+        Of a longer prompt, only its last `keep_last` are kept; None: all. The future raises
+        InvalidArgumentError, naming the prompt's field.
         """
-        return self._run(lambda: self._encode_to_run(prompt, model))
+        return self._run(lambda: self._encode_to_run(prompt, model, keep_last))
 
     def tokenize(self, prompt: Prompt, model: ServedModel) -> asyncio.Future[list[int]]:
         """The same ids, however many."""
@@ -45,6 +48,10 @@ class PromptEncoder:
             return model.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
         return self._run(decode)
+
+    def convert(self, convert: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Whatever else takes long for the texts of many tokens."""
+        return self._run(convert)
 
     def _run(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
         if self._num_pending >= self._max_pending:
@@ -61,15 +68,20 @@ class PromptEncoder:
     def _forget(self, _: asyncio.Future[_T]) -> None:
         self._num_pending -= 1
 
-    def _encode_to_run(self, prompt: Prompt, model: ServedModel) -> list[int]:
+    def _encode_to_run(
+        self, prompt: Prompt, model: ServedModel, keep_last: int | None
+    ) -> list[int]:
         context = model.info.max_context_tokens
-        if isinstance(prompt, TokenPrompt):
-            _require_room(prompt.field, len(prompt.token_ids), context)
-            _require_in_vocabulary(prompt, model.info.vocab_size)
-        token_ids = self._encode(prompt, model.tokenizer, context)
+        # However long a text is, its end may fit.
+        longest = context if keep_last is None else None
+        token_ids = self._encode(prompt, model.tokenizer, longest)
         if not token_ids:
             raise InvalidArgumentError(prompt.field, "the prompt has no tokens")
+        if keep_last is not None:
+            token_ids = token_ids[-keep_last:]
         _require_room(prompt.field, len(token_ids), context)
+        if isinstance(prompt, TokenPrompt):
+            _require_in_vocabulary(prompt.field, token_ids, model.info.vocab_size)
         return token_ids
 
     def _encode(
@@ -128,9 +140,9 @@ def _too_long(field: str, num_tokens: str, context: int) -> InvalidArgumentError
     )
 
 
-def _require_in_vocabulary(prompt: TokenPrompt, vocab_size: int) -> None:
-    highest = max(prompt.token_ids)
+def _require_in_vocabulary(field: str, token_ids: list[int], vocab_size: int) -> None:
+    highest = max(token_ids)
     if highest >= vocab_size:
         raise InvalidArgumentError(
-            prompt.field, f"must be below the vocabulary size {vocab_size}, got {highest}"
+            field, f"must be below the vocabulary size {vocab_size}, got {highest}"
         )

@@ -24,24 +24,25 @@ class LiveRequest:
         # Whether no other worker may be tried.
         self.is_final = False
         self.is_aborted = False
-        self._channel: RequestChannel | None = None
+        # Of those of its completions that a worker has.
+        self._channels: set[RequestChannel] = set()
         self._work: asyncio.Future[object] | None = None
         self._ended_by: ServingError | AbortedEarlyError | None = None
 
     def abort(self) -> None:
         """It ends OK, as aborted. Idempotent."""
         self.is_aborted = True
-        if self._channel is not None:
-            self._channel.request_abort()
-        else:
+        for channel in self._channels:
+            channel.request_abort()
+        if not self._channels:
             self._end_early(AbortedEarlyError())
 
     def fail(self, error: ServingError) -> None:
         """It ends with this error, unless it has ended, and is not tried again."""
         self.is_final = True
-        if self._channel is not None:
-            self._channel.finish(error)
-        else:
+        for channel in self._channels:
+            channel.finish(error)
+        if not self._channels:
             self._end_early(error)
 
     async def uninterrupted(self, work: "asyncio.Future[_T]") -> _T:
@@ -61,14 +62,19 @@ class LiveRequest:
             raise self._ended_by
         return result
 
+    def check_goes_on(self) -> None:
+        """Raises the error that ended it while no worker had it, if one did."""
+        if isinstance(self._ended_by, ServingError):
+            raise self._ended_by
+
     @contextmanager
     def served_by(self, channel: RequestChannel) -> Iterator[None]:
         """From here to the block's end, the worker is told of an abort."""
-        self._channel = channel
+        self._channels.add(channel)
         try:
             yield
         finally:
-            self._channel = None
+            self._channels.discard(channel)
 
     def _end_early(self, error: ServingError | AbortedEarlyError) -> None:
         self._ended_by = error

@@ -16,7 +16,8 @@ class Observation:
     def __init__(self, metrics: GatewayMetrics, method: str) -> None:
         self._metrics = metrics
         self._method = method
-        self._finished: Finished | None = None
+        # One for each completion.
+        self._finished: list[Finished] = []
         self._num_tokens = 0
         self._num_deltas = 0
         self._prompt_tokens = 0
@@ -30,7 +31,7 @@ class Observation:
             case Started():
                 self._prompt_tokens = event.prompt_tokens
             case Finished():
-                self._finished = event
+                self._finished.append(event)
 
     def count(self, outcome: str, duration_s: float) -> None:
         """Once, when the generation has ended, however it did."""
@@ -40,16 +41,17 @@ class Observation:
         metrics.messages.inc(self._num_deltas)
         metrics.generation_tokens.inc(self._num_tokens)
         metrics.prompt_tokens.inc(self._prompt_tokens)
-        if self._finished is None or not self._finished.completion_tokens:
-            return
-        timings, num_tokens = self._finished.timings, self._finished.completion_tokens
-        metrics.time_to_first_token.observe(1e-3 * timings.time_to_first_token_ms)
-        if num_tokens > 1:
-            metrics.inter_token_latency.observe(1e-3 * timings.decode_ms / (num_tokens - 1))
+        for finished in self._finished:
+            timings, num_tokens = finished.timings, finished.completion_tokens
+            if num_tokens:
+                metrics.time_to_first_token.observe(1e-3 * timings.time_to_first_token_ms)
+            if num_tokens > 1:
+                metrics.inter_token_latency.observe(1e-3 * timings.decode_ms / (num_tokens - 1))
 
     @property
     def finish_reason(self) -> str:
-        return self._finished.reason.name if self._finished else "UNFINISHED"
+        """Of the completion that ended last."""
+        return self._finished[-1].reason.name if self._finished else "UNFINISHED"
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.types import SamplingParams
+from shared.types import SamplingParams, StructuredOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,18 @@ class StopRules:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_string: bool = False
+    # Before which nothing of this ends it.
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What a client is told of a completion."""
+
+    skip_special_tokens: bool = True
+    # Likeliest tokens told with each token; None: no log-probabilities at all.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,11 @@ class GenerationRequest:
     max_tokens: int | None
     sampling: SamplingParams
     stop: StopRules = field(default_factory=StopRules)
-    skip_special_tokens: bool = True
+    output: OutputOptions = field(default_factory=OutputOptions)
+    structured_output: StructuredOutput | None = None
+    num_completions: int = 1
+    # Keep the prompt's last so many tokens; None: all.
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     # 0: no limit.
@@ -73,11 +89,18 @@ class Submission:
     """What a worker is asked for: token ids only."""
 
     request_id: str
+    # Which of the client's completions.
+    index: int
     prompt_token_ids: list[int]
     max_tokens: int
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    min_tokens: int
+    # As in OutputOptions.
+    logprobs: int | None
+    prompt_logprobs: int | None
+    structured_output: StructuredOutput | None
     priority: int
     cache_salt: str
     time_limit_ms: int

@@ -38,11 +38,18 @@ class Router:
         assert model is not None, "a ready worker's model is known"
         return model
 
-    def pick(self, model: ModelInfo, tried: Collection[WorkerLink] = ()) -> WorkerLink:
+    def pick(
+        self,
+        model: ModelInfo,
+        tried: Collection[WorkerLink] = (),
+        preferred: WorkerLink | None = None,
+    ) -> WorkerLink:
         """A worker that was not tried. Raises UnavailableError when there is none."""
         candidates = self._candidates(model, tried)
         if not candidates:
             raise no_worker_error()
+        if preferred in candidates:
+            return preferred
         # Equals take turns, so that two idle workers share what comes one at a time.
         self._turn += 1
         turn, count, now = self._turn, len(candidates), self._clock()

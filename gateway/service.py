@@ -3,17 +3,19 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
-from gateway.completion import Delta, Event, Finished
-from gateway.convert import finished_message, load_message, model_message, stream_response
+from gateway.completion import Event, Started
+from gateway.convert import Answer, load_message, model_message, stream_response
 from gateway.encoding import PromptEncoder
-from gateway.generation import Arrival, Generator, check_model
+from gateway.generation import Arrival, Generator
 from gateway.live_requests import LiveRequests
+from gateway.model_checks import check_model
 from gateway.observation import observed
 from gateway.request import Prompt, TextPrompt
 from gateway.router import Router, no_worker_error
@@ -76,27 +78,24 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             ):
                 async for event in events:
                     observation.see(event)
-                    await writer.write(stream_response(event))
+                    message = (
+                        await self._encoder.convert(partial(stream_response, event))
+                        if _is_long(event)
+                        else stream_response(event)
+                    )
+                    await writer.write(message)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        completion = pb.Completion()
-        text: list[str] = []
+        answer = Answer()
         with observed(self._metrics, "Generate") as observation:
             async with self._events(request, context) as events:
                 async for event in events:
                     observation.see(event)
-                    match event:
-                        case Delta():
-                            text.append(event.text)
-                            completion.token_ids.extend(event.token_ids)
-                        case Finished():
-                            completion.token_ids.extend(event.trailing_token_ids)
-                            completion.finished.CopyFrom(finished_message(event))
-                        case _:
-                            response = pb.GenerateResponse(request_id=event.request_id)
-        completion.text = "".join(text)
-        response.completions.append(completion)
-        return response
+                    if _is_long(event):
+                        await self._encoder.convert(partial(answer.add, event))
+                    else:
+                        answer.add(event)
+        return answer.message()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         prompt = _tokenize_input(request)
@@ -177,12 +176,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await context.send_initial_metadata((("x-request-id", request_id),))
         checked = generation_request(request, request_id, _traceparent(context))
         timeout_s = self._timeout_s(context)
+        arrival = Arrival(arrived_at, timeout_s)
         with request_logging(request_id):
             async with (
                 deadline(timeout_s),
-                aclosing(
-                    self._generator.generate(checked, Arrival(arrived_at, timeout_s))
-                ) as events,
+                self._generator.generate(checked, arrival) as events,
             ):
                 yield events
 
@@ -210,6 +208,11 @@ def _tokenize_input(request: pb.TokenizeRequest) -> Prompt:
             return chat_prompt(request.chat)
         case _:
             raise InvalidArgumentError("input", "set one of text and chat")
+
+
+def _is_long(event: Event) -> bool:
+    """Whether its message takes too long for the event loop: up to 0.3 s of prompt logprobs."""
+    return isinstance(event, Started) and event.prompt_logprobs is not None
 
 
 def _traceparent(context: Context) -> str:

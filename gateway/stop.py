@@ -32,8 +32,12 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """The text that can be shown now. After a match, `matched` says which and no more comes."""
+    def feed(self, text: str, may_stop: bool = True) -> str:
+        """The text that can be shown now. After a match, `matched` says which and no more comes.
+
+        A stop string that is complete when none may stop is let through, but for what may
+        yet become another.
+        """
         if self.matched is not None:
             return ""
         begin = 0
@@ -49,7 +53,9 @@ class StopMatcher:
             self._step(char)
             stop_string = self._complete[self._state]
             if stop_string is not None:
-                return self._match(stop_string, whole, place)
+                if may_stop:
+                    return self._match(stop_string, whole, place)
+                self._let_go()
         shown = len(whole) - self._depth[self._state]
         self._held = whole[shown:]
         return whole[:shown]
@@ -63,6 +69,11 @@ class StopMatcher:
         self.matched = stop_string
         self._held = ""
         return whole[: end if self._include else end - len(stop_string)]
+
+    def _let_go(self) -> None:
+        """Leaves a complete stop string for its longest end that another may begin with."""
+        while self._state and not self._next[self._state]:
+            self._state = self._fallback[self._state]
 
     def _step(self, char: str) -> None:
         state = self._state

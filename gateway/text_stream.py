@@ -22,9 +22,13 @@ class TextStream:
     Every token appears once: in a piece, or at the end in `unshown_token_ids`.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop_matcher: StopMatcher | None) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop_matcher: StopMatcher | None, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
         self._stop_matcher = stop_matcher
+        # A stop string that is complete before so many tokens is text like any other.
+        self._min_tokens = min_tokens
         # Tokens up to and including the one that completed a stop string, if one did.
         self.num_tokens = 0
         self._unshown: list[int] = []
@@ -54,7 +58,7 @@ class TextStream:
             self._ends.append(self._num_chars + self._detokenizer.is_incomplete)
             self.num_tokens += 1
             if self._stop_matcher is not None:
-                text = self._stop_matcher.feed(text)
+                text = self._stop_matcher.feed(text, self.num_tokens >= self._min_tokens)
                 if self._stop_matcher.matched is not None:
                     shown.append(text)
                     return self._last_piece(shown)
@@ -66,7 +70,10 @@ class TextStream:
         text = self._detokenizer.flush()
         if self._stop_matcher is None:
             return self._last_piece([text])
-        return self._last_piece([self._stop_matcher.feed(text), self._stop_matcher.flush()])
+        may_stop = self.num_tokens >= self._min_tokens
+        return self._last_piece(
+            [self._stop_matcher.feed(text, may_stop), self._stop_matcher.flush()]
+        )
 
     def _piece(self, text: str) -> TextPiece | None:
         if not text:

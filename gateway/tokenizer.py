@@ -56,6 +56,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What it reads by itself, special tokens too; often a part of a character."""
+        ...
+
     def min_tokens(self, text: str) -> int:
         """A number of tokens that this text has at least, told without encoding it."""
         ...
@@ -106,6 +110,11 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._table is not None:
+            return self._table.pieces[token_id]
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
     def min_tokens(self, text: str) -> int:
         return self._length_proof.min_tokens(text)
 
@@ -135,6 +144,9 @@ class NumberTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return b"".join(self._table.pieces[token_id] for token_id in token_ids).decode()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table.pieces[token_id]
 
     def min_tokens(self, text: str) -> int:
         return 0

@@ -18,9 +18,17 @@ from gateway.channel import RequestChannel, WorkerFinished, WorkerStarted
 from gateway.request import Submission
 from shared.errors import Code, ServingError, UnavailableError, error_of
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
-from shared.types import FinishReason
+from shared.types import FinishReason, StructuredOutput, StructureKind
 
 _log = structlog.get_logger(__name__)
+
+_KINDS = {
+    StructureKind.JSON_SCHEMA: pb.StructuredOutput.KIND_JSON_SCHEMA,
+    StructureKind.JSON_OBJECT: pb.StructuredOutput.KIND_JSON_OBJECT,
+    StructureKind.REGEX: pb.StructuredOutput.KIND_REGEX,
+    StructureKind.GRAMMAR: pb.StructuredOutput.KIND_GRAMMAR,
+    StructureKind.CHOICE: pb.StructuredOutput.KIND_CHOICE,
+}
 
 RunCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]"
 
@@ -165,6 +173,10 @@ class WorkerSession:
                     started.cached_tokens, started.queue_position, started.queue_ms
                 )
                 channel.notify()
+        for part in output.logprobs:
+            channel = channels.get(part.handle)
+            if channel is not None:
+                channel.add_logprobs(part)
         # The hot loop of the gateway: once for each token of every request. Handles that
         # are not there belong to requests that were closed while the step was on its way.
         for handle, token_id in zip(output.handles, output.token_ids, strict=True):
@@ -186,10 +198,11 @@ class WorkerSession:
 
 
 def _submit(handle: int, submission: Submission) -> pb.Submit:
-    sampling = submission.sampling
+    sampling, structure = submission.sampling, submission.structured_output
     return pb.Submit(
         handle=handle,
         request_id=submission.request_id,
+        index=submission.index,
         prompt_token_ids=submission.prompt_token_ids,
         max_tokens=submission.max_tokens,
         sampling=pb.SamplingParams(
@@ -201,14 +214,26 @@ def _submit(handle: int, submission: Submission) -> pb.Submit:
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
             seed=sampling.seed,
+            logit_bias=dict(sampling.logit_bias),
+            allowed_token_ids=sampling.allowed_token_ids,
         ),
         stop_token_ids=submission.stop_token_ids,
         ignore_eos=submission.ignore_eos,
+        min_tokens=submission.min_tokens,
+        logprobs=submission.logprobs,
+        prompt_logprobs=submission.prompt_logprobs,
+        structured_output=None if structure is None else _structured_output(structure),
         priority=submission.priority,
         cache_salt=submission.cache_salt,
         time_limit_ms=submission.time_limit_ms,
         timeout_ms=submission.timeout_ms,
         traceparent=submission.traceparent,
+    )
+
+
+def _structured_output(structure: StructuredOutput) -> pb.StructuredOutput:
+    return pb.StructuredOutput(
+        kind=_KINDS[structure.kind], text=structure.text, choices=structure.choices
     )
 
 

@@ -30,6 +30,9 @@ class HeldTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return str(token_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        raise NotImplementedError
+
     def min_tokens(self, text: str) -> int:
         return 1
 
