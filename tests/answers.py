@@ -27,10 +27,31 @@ class Collected:
         shown = [token_id for delta in self.deltas for token_id in delta.token_ids]
         return shown + list(self.finished.trailing_token_ids)
 
+    @property
+    def logprobs(self) -> list[pb.TokenLogprobs]:
+        shown = [logprobs for delta in self.deltas for logprobs in delta.logprobs]
+        return shown + list(self.finished.trailing_logprobs)
+
 
 async def collect(stream: AsyncIterable[pb.GenerateStreamResponse]) -> Collected:
-    """Reads a stream to its end, holding it to the order Started, Delta…, Finished."""
-    events = [event async for event in stream]
+    """Reads a stream of one completion to its end."""
+    (answer,) = await collect_all(stream)
+    return answer
+
+
+async def collect_all(stream: AsyncIterable[pb.GenerateStreamResponse]) -> list[Collected]:
+    """Reads a stream to its end: its completions by index."""
+    by_index: dict[int, list[pb.GenerateStreamResponse]] = {}
+    async for event in stream:
+        kind = event.WhichOneof("event")
+        assert kind is not None, "an event that is none"
+        by_index.setdefault(getattr(event, kind).index, []).append(event)
+    assert sorted(by_index) == list(range(len(by_index))), sorted(by_index)
+    return [_completion(by_index[index]) for index in sorted(by_index)]
+
+
+def _completion(events: list[pb.GenerateStreamResponse]) -> Collected:
+    """One completion's events, held to the order Started, Delta…, Finished."""
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", *["delta"] * (len(kinds) - 2), "finished"], kinds
     deltas = [event.delta for event in events[1:-1]]

@@ -32,9 +32,11 @@ class Received:
         self.abort_reply: bool | None = None
         self.num_sent = 0
         self.has_ended = False
+        self.sends_logprobs = True
         self._outbox = outbox
 
     def start(self, *, cached_tokens: int = 0, queue_position: int = 0) -> None:
+        """With the prompt's logprobs behind it, where they are asked for."""
         started = pb.RequestStarted(
             handle=self.submit.handle,
             cached_tokens=cached_tokens,
@@ -42,12 +44,26 @@ class Received:
             queue_ms=1.5,
         )
         self._send(pb.StepOutput(started=[started]))
+        if self.submit.HasField("prompt_logprobs") and self.sends_logprobs:
+            rest = self.submit.prompt_token_ids[1:]
+            # In parts, as the chunks of a long prompt give them.
+            for part in (rest[:2], rest[2:]):
+                self.send_prompt_logprobs(part)
 
-    def send_tokens(self, token_ids: Sequence[int]) -> None:
-        """All in one step output."""
+    def send_prompt_logprobs(self, token_ids: Sequence[int]) -> None:
+        logprobs = self._logprobs(token_ids, self.submit.prompt_logprobs, prompt=True)
+        self._send(pb.StepOutput(logprobs=[logprobs]))
+
+    def send_tokens(self, token_ids: Sequence[int], *, also_ended_by: int | None = None) -> None:
+        """All in one step output; `also_ended_by` has only its logprobs there."""
         self.num_sent += len(token_ids)
-        handles = [self.submit.handle] * len(token_ids)
-        self._send(pb.StepOutput(handles=handles, token_ids=token_ids))
+        output = pb.StepOutput(handles=[self.submit.handle] * len(token_ids), token_ids=token_ids)
+        if self.submit.HasField("logprobs") and self.sends_logprobs:
+            ended_by = [] if also_ended_by is None else [also_ended_by]
+            output.logprobs.append(
+                self._logprobs([*token_ids, *ended_by], self.submit.logprobs, prompt=False)
+            )
+        self._send(output)
 
     def finish(
         self, reason: "pb.FinishReason" = pb.FINISH_REASON_LENGTH, matched: int | None = None
@@ -94,6 +110,21 @@ class Received:
                 return
             await asyncio.sleep(step_s)
         self.finish(pb.FINISH_REASON_EOS, EOS)
+
+    def _logprobs(
+        self, token_ids: Sequence[int], num_top: int, *, prompt: bool
+    ) -> pb.TokenLogprobs:
+        """Of a token t, logprob -t; beside it t + 1, t + 2, … with logprobs 0, -1, -1, -3, …"""
+        return pb.TokenLogprobs(
+            handle=self.submit.handle,
+            prompt=prompt,
+            token_ids=token_ids,
+            logprobs=[-float(token_id) for token_id in token_ids],
+            ranks=[token_id % 9 + 1 for token_id in token_ids],
+            num_top=num_top,
+            top_token_ids=[token_id + 1 + i for token_id in token_ids for i in range(num_top)],
+            top_logprobs=[-float(i if i != 2 else 1) for _ in token_ids for i in range(num_top)],
+        )
 
     def _send(self, output: pb.StepOutput) -> None:
         self._outbox.put_nowait(pb.RunResponse(output=output))

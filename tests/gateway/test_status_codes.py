@@ -48,12 +48,20 @@ async def refused(gateway: GatewayUnderTest, request: pb.GenerateRequest) -> grp
     return caught.value
 
 
-def sampling(**fields: float) -> pb.GenerateRequest:
-    return text("x", sampling=pb.SamplingParams(**fields))  # type: ignore[arg-type]
+def sampling(**fields: Any) -> pb.GenerateRequest:
+    return text("x", sampling=pb.SamplingParams(**fields))
 
 
 def stopping(**fields: Any) -> pb.GenerateRequest:
     return text("x", stopping=pb.StopConditions(**fields))
+
+
+def structured(**fields: Any) -> pb.GenerateRequest:
+    return text("x", structured_output=pb.StructuredOutput(**fields))
+
+
+def choice(*choices: str) -> pb.GenerateRequest:
+    return structured(choice=pb.ChoiceList(choices=choices))
 
 
 def output(**fields: Any) -> pb.GenerateRequest:
@@ -78,9 +86,45 @@ INVALID: dict[str, tuple[pb.GenerateRequest, str]] = {
     "top_p above 1": (sampling(top_p=1.5), "sampling.top_p"),
     "top_k below -1": (sampling(top_k=-2), "sampling.top_k"),
     "min_p above 1": (sampling(min_p=1.5), "sampling.min_p"),
+    "min_p below 0": (sampling(min_p=-0.1), "sampling.min_p"),
+    "min_p nan": (sampling(min_p=math.nan), "sampling.min_p"),
     "repetition_penalty 0": (sampling(repetition_penalty=0), "sampling.repetition_penalty"),
     "frequency_penalty 3": (sampling(frequency_penalty=3), "sampling.frequency_penalty"),
     "presence_penalty nan": (sampling(presence_penalty=math.nan), "sampling.presence_penalty"),
+    "frequency_penalty -3": (sampling(frequency_penalty=-3), "sampling.frequency_penalty"),
+    "too many biases": (
+        sampling(logit_bias={token: 1 for token in range(1025)}),
+        "sampling.logit_bias",
+    ),
+    "bias too large": (sampling(logit_bias={7: 100.5}), "sampling.logit_bias[7]"),
+    "bias nan": (sampling(logit_bias={7: math.nan}), "sampling.logit_bias[7]"),
+    "bias -inf": (sampling(logit_bias={7: -math.inf}), "sampling.logit_bias[7]"),
+    "biased id outside": (sampling(logit_bias={49152: 1}), "sampling.logit_bias[49152]"),
+    "allowed id outside": (
+        sampling(allowed_token_ids=[1, 49152]),
+        "sampling.allowed_token_ids",
+    ),
+    "too many allowed ids": (
+        sampling(allowed_token_ids=[1] * ((1 << 20) + 1)),
+        "sampling.allowed_token_ids",
+    ),
+    "min_tokens above max_tokens": (
+        text("x", max_tokens=4, stopping=pb.StopConditions(min_tokens=5)),
+        "stopping.min_tokens",
+    ),
+    "min_tokens above the default": (stopping(min_tokens=65), "stopping.min_tokens"),
+    "min_tokens above what fits": (
+        text("x", max_tokens=1000, stopping=pb.StopConditions(min_tokens=256)),
+        "stopping.min_tokens",
+    ),
+    "nothing but eos before min_tokens": (
+        text(
+            "x",
+            stopping=pb.StopConditions(min_tokens=2, stop_token_ids=[9]),
+            sampling=pb.SamplingParams(allowed_token_ids=[2, 9]),
+        ),
+        "stopping.min_tokens",
+    ),
     "17 stops": (stopping(stop_strings=["s"] * 17), "stopping.stop_strings"),
     "stop too long": (stopping(stop_strings=["a", "x" * 257]), "stopping.stop_strings[1]"),
     "empty stop": (stopping(stop_strings=[""]), "stopping.stop_strings[0]"),
@@ -91,6 +135,54 @@ INVALID: dict[str, tuple[pb.GenerateRequest, str]] = {
     "n 0": (text("x", n=0), "n"),
     "n 9": (text("x", n=9), "n"),
     "logprobs 21": (output(logprobs=21), "output.logprobs"),
+    "prompt_logprobs 21": (output(prompt_logprobs=21), "output.prompt_logprobs"),
+    "truncate to 0": (text("x", truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+    "truncated and still too long": (
+        text("word " * 300, truncate_prompt_tokens=256),
+        "text",
+    ),
+    "truncated to an id outside": (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 49152]), truncate_prompt_tokens=1),
+        "token_ids",
+    ),
+    "schema no JSON": (structured(json_schema="{"), "structured_output.json_schema"),
+    "schema no object": (structured(json_schema="[]"), "structured_output.json_schema"),
+    "schema too deep": (
+        structured(json_schema='{"items":' * 5000),
+        "structured_output.json_schema",
+    ),
+    "schema empty": (structured(json_schema=""), "structured_output.json_schema"),
+    "no object wanted": (structured(json_object=False), "structured_output.json_object"),
+    "regex too long": (structured(regex="a" * 65537), "structured_output.regex"),
+    "grammar empty": (structured(grammar=""), "structured_output.grammar"),
+    "no choice": (choice(), "structured_output.choice.choices"),
+    "too many choices": (choice(*["a"] * 1025), "structured_output.choice.choices"),
+    "an empty choice": (choice("a", ""), "structured_output.choice.choices[1]"),
+    "choices too long": (choice("a" * 65537), "structured_output.choice.choices"),
+    "structure past eos": (
+        text(
+            "x",
+            structured_output=pb.StructuredOutput(regex="a"),
+            stopping=pb.StopConditions(ignore_eos=True),
+        ),
+        "structured_output",
+    ),
+    "structure with min_tokens": (
+        text(
+            "x",
+            structured_output=pb.StructuredOutput(regex="a"),
+            stopping=pb.StopConditions(min_tokens=1),
+        ),
+        "structured_output",
+    ),
+    "structure of some tokens": (
+        text(
+            "x",
+            structured_output=pb.StructuredOutput(regex="a"),
+            sampling=pb.SamplingParams(allowed_token_ids=[5]),
+        ),
+        "structured_output",
+    ),
     "no prompt": (pb.GenerateRequest(), "prompt"),
     "empty text": (text(""), "text"),
     "empty ids": (ids(), "token_ids"),
@@ -136,30 +228,6 @@ async def test_a_bad_parameter_is_named(gateway: GatewayUnderTest, case: str) ->
     assert (error.details() or "").startswith(f"{field}: ")
 
 
-UNBUILT = {
-    "n": text("x", n=2),
-    "truncate_prompt_tokens": text("x", truncate_prompt_tokens=4),
-    "priority": text("x", priority=1),
-    "structured_output": text("x", structured_output=pb.StructuredOutput(regex="a+")),
-    "output.logprobs": output(logprobs=0),
-    "output.prompt_logprobs": output(prompt_logprobs=1),
-    "stopping.min_tokens": stopping(min_tokens=1),
-    "sampling.min_p": sampling(min_p=0.1),
-    "sampling.repetition_penalty": sampling(repetition_penalty=1.2),
-    "sampling.frequency_penalty": sampling(frequency_penalty=0.5),
-    "sampling.presence_penalty": sampling(presence_penalty=-0.5),
-    "sampling.logit_bias": text("x", sampling=pb.SamplingParams(logit_bias={1: 1.0})),
-    "sampling.allowed_token_ids": text("x", sampling=pb.SamplingParams(allowed_token_ids=[1])),
-}
-
-
-@pytest.mark.parametrize("field", UNBUILT)
-async def test_what_is_not_built_is_named(gateway: GatewayUnderTest, field: str) -> None:
-    error = await refused(gateway, UNBUILT[field])
-    assert error.code() == Status.UNIMPLEMENTED
-    assert violated_fields(error) == [field]
-
-
 NEUTRAL = {
     "top_p 1": sampling(top_p=1),
     "top_k 0": sampling(top_k=0),
@@ -168,6 +236,9 @@ NEUTRAL = {
     "min_p 0": sampling(min_p=0),
     "no penalties": sampling(repetition_penalty=1, frequency_penalty=0, presence_penalty=0),
     "n 1": text("x", n=1),
+    "no bias": sampling(logit_bias={5: 0.0}),
+    "priority below 0": text("x", priority=-5),
+    "kept whole": text("x", truncate_prompt_tokens=100),
     "model named": text("x", model="fake"),
     "min_tokens 0": stopping(min_tokens=0),
 }
