@@ -5,7 +5,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from worker.engine.cuda.sampling import FAULTY, RowParams, Sampler
+from worker.engine.cuda.row_params import RowParams
+from worker.engine.cuda.sampling import FAULTY, Sampler
 from worker.engine.sampling import sample
 from worker.step import Int32Array, SamplingBatch
 
