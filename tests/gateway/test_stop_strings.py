@@ -21,9 +21,9 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max
 TEXTS = st.text(alphabet="abc", max_size=40)
 
 
-def first_match(whole: str, stops: list[str]) -> tuple[int, str] | None:
+def first_match(whole: str, stops: list[str], *, after: int = 0) -> tuple[int, str] | None:
     """Where the match that completes first ends, and the longest stop that ends there."""
-    for end in range(1, len(whole) + 1):
+    for end in range(after + 1, len(whole) + 1):
         ending = [stop for stop in stops if whole[:end].endswith(stop)]
         if ending:
             return end, max(ending, key=len)
@@ -66,6 +66,33 @@ def test_only_the_longest_beginning_of_a_stop_is_held_back(stops: list[str], who
     beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
     held = max((b for b in beginnings if whole.endswith(b)), key=len, default="")
     assert shown == whole.removesuffix(held)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(stops=STOPS, chunks=chunked(), num_free=st.integers(0, 8))
+def test_a_stop_that_is_complete_too_early_is_text(
+    stops: list[str], chunks: list[str], num_free: int
+) -> None:
+    matcher, whole = StopMatcher(stops), "".join(chunks)
+    shown = "".join(matcher.feed(chunk, i >= num_free) for i, chunk in enumerate(chunks))
+    free_chars = len("".join(chunks[:num_free]))
+    found = first_match(whole, stops, after=free_chars)
+    if found is None:
+        assert matcher.matched is None
+        assert shown + matcher.flush() == whole
+    else:
+        end, stop = found
+        assert matcher.matched == stop
+        assert shown == whole[: end - len(stop)]
+
+
+def test_a_stop_that_may_not_stop_is_not_held_back() -> None:
+    matcher = StopMatcher(["STOP", "OPEN"])
+    # Its end may yet begin another.
+    assert matcher.feed("a STOP", False) == "a ST"
+    assert matcher.feed(" b", False) == "OP b"
+    assert matcher.feed("STOP", True) == ""
+    assert matcher.matched == "STOP"
 
 
 def test_characters_with_a_meaning_in_patterns_are_plain() -> None:
@@ -111,6 +138,29 @@ def test_a_token_comes_with_the_delta_that_shows_its_last_character(
     second = stream.feed(emoji[-1:])
     assert second is not None
     assert (second.text, second.token_ids) == ("😀", emoji)
+
+
+def test_no_stop_string_stops_before_min_tokens(smollm2: TextTokenizer) -> None:
+    token_ids = smollm2.encode("go STOP go STOP go", add_special_tokens=False)
+    texts = [smollm2.decode([token_id], skip_special_tokens=True) for token_id in token_ids]
+    # The token that completes the first "STOP" is the last that may not stop.
+    first = next(i for i in range(len(texts)) if "STOP" in "".join(texts[: i + 1])) + 1
+
+    def shown(min_tokens: int) -> tuple[str, int]:
+        detokenizer = smollm2.detokenizer(skip_special_tokens=True)
+        stream = TextStream(detokenizer, StopMatcher(["STOP"]), min_tokens)
+        pieces = []
+        for token_id in token_ids:
+            pieces.append(stream.feed([token_id]))
+            if stream.stop_string is not None:
+                break
+        else:
+            pieces.append(stream.finish())
+        return "".join(piece.text for piece in pieces if piece), stream.num_tokens
+
+    assert shown(first) == ("go ", first)
+    assert shown(first + 1)[0] == "go STOP go "
+    assert shown(len(token_ids) + 1) == ("go STOP go STOP go", len(token_ids))
 
 
 async def stopped(
