@@ -14,8 +14,17 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node, Scope
+from jinja2.nodes import (
+    Call,
+    EnvironmentAttribute,
+    ExprStmt,
+    For,
+    Node,
+    Scope,
+    Template,
+)
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Marks where the message ends that a completion is to go on with. Ends with a space, so
@@ -24,6 +33,9 @@ _CONTINUE_MARK = "TANDEM-CONTINUES-HERE "
 # Names under which reasoning is passed; templates read the first, some the second.
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _RESERVED_NAMES = {"messages", "tools", "add_generation_prompt"}
+
+# Of what a template may multiply, in bits or elements; prompts need far less.
+_MAX_PRODUCT_SIZE = 1 << 20
 
 # What plain Python raises for a template's mistakes; memory and system errors are not its.
 _TEMPLATE_FAULTS = (
@@ -126,9 +138,13 @@ class ChatTemplate:
 class _Environment(ImmutableSandboxedEnvironment):
     """What templates on the Hugging Face hub are written for, with a limit on their time.
 
-    Threads cannot be stopped from outside, so the limit is looked at wherever the template
-    calls something or reads an attribute or an item, which every loop over messages does.
+    Threads cannot be stopped from outside, so the limit is looked at in every round of every
+    loop, and wherever the template calls something or reads an attribute or an item.
     """
+
+    # Python works these out in one go, at worst for hours and without letting go of the GIL.
+    # Intercepted, they are not worked out when the template is compiled, either.
+    intercepted_binops = frozenset(("*", "**"))
 
     def __init__(self) -> None:
         super().__init__(
@@ -153,6 +169,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         if time.monotonic() > getattr(self._limits, "deadline", float("inf")):
             raise TemplateRefusedError("the template took too long")
 
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _size_of(operator, left, right) > _MAX_PRODUCT_SIZE:
+            raise TemplateRefusedError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def _generate(
+        self,
+        source: Template,
+        name: str | None,
+        filename: str | None,
+        defer_init: bool = False,
+    ) -> str:
+        for loop in list(source.find_all(For)):
+            look = Call(EnvironmentAttribute("check_time"), [], [], None, None)
+            loop.body.insert(0, ExprStmt(look).set_lineno(loop.lineno))
+        return super()._generate(source, name, filename, defer_init)
+
     def getattr(self, obj: Any, attribute: str) -> Any:
         self.check_time()
         return super().getattr(obj, attribute)
@@ -164,6 +197,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.check_time()
         return super().call(context, obj, *args, **kwargs)
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    """Bits or elements of a product or a power, at most; 0 where it is small in any case."""
+    if operator == "**":
+        both_whole = isinstance(left, int) and isinstance(right, int)
+        return left.bit_length() * right if both_whole else 0
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, int) and isinstance(other, int):
+            return one.bit_length() + other.bit_length()
+        if isinstance(one, str | list | tuple) and isinstance(other, int):
+            return len(one) * other
+    return 0
 
 
 class _GenerationTag(Extension):

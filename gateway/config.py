@@ -64,7 +64,7 @@ class GatewayConfig(BaseSettings):
     slow_reader_limit_s: float = Field(
         default=60.0, gt=0, description="until a client that does not read is cut off"
     )
-    template_limit_s: float = Field(default=5.0, gt=0, description="to render one chat")
+    template_limit_s: float = Field(default=2.0, gt=0, description="to render one chat")
     tokenizer_threads: int = Field(
         default=2, ge=1, le=64, description="threads that encode prompts"
     )

@@ -35,7 +35,7 @@ class TemplateLimits:
     """What one rendering may cost."""
 
     max_chars: int = 8 << 20
-    max_seconds: float = 5.0
+    max_seconds: float = 2.0
 
 
 class Tokenizer(Protocol):

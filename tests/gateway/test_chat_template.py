@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,40 @@ def test_a_template_that_takes_too_long_is_stopped() -> None:
         "{% set x = messages[0].role %}{% endfor %}{% endfor %}"
     )
     assert "too long" in refusal(template(source, max_seconds=0.05))
+
+
+def nested(*loops: str) -> str:
+    return "".join("{% " + loop + " %}" for loop in loops) + "{% endfor %}" * len(loops)
+
+
+FOREVER = {
+    "over a client's list": nested("for a in xs", "for b in xs", "for c in xs"),
+    "with a condition": nested("for a in xs", "for b in xs if b < 0"),
+    "in a macro": (
+        "{% macro f(n) %}{% for a in xs %}{{ f(n + 1) if n < 9 }}{% endfor %}{% endmacro %}"
+        "{{ f(0) }}"
+    ),
+    "of itself": "{% for a in xs recursive %}{{ loop(xs) if loop.depth < 9 }}{% endfor %}",
+    "in a block": "{% set x %}" + nested("for a in xs", "for b in xs") + "{% endset %}",
+}
+
+
+@pytest.mark.parametrize("case", FOREVER)
+def test_no_loop_goes_on_past_the_limit(case: str) -> None:
+    begin = time.monotonic()
+    variables = {"xs": list(range(20_000))}
+    assert "too long" in refusal(template(FOREVER[case], max_seconds=0.1), variables=variables)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize(
+    "product", ["10 ** (10 ** 9)", "9 ** (2 ** 30)", "'ab' * 2 ** 40", "2 ** 40 * [1]"]
+)
+def test_products_that_would_hold_the_process_up_are_refused(product: str) -> None:
+    assert "too large" in refusal(template("{{ " + product + " }}"))
+    assert (
+        template("{{ 2 ** 10 * 3 }}{{ '-' * 4 }}{{ 2 ** 0.5 > 1 }}").render(TALK) == "3072----True"
+    )
 
 
 def test_reserved_variables_are_refused() -> None:

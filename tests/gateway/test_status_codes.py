@@ -299,6 +299,34 @@ async def test_a_huge_prompt_is_refused_quickly_while_health_answers(
     assert slowest_s < 0.5
 
 
+async def test_a_template_that_never_ends_is_stopped_while_health_answers(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+) -> None:
+    forever = "{% for a in xs %}{% for b in xs %}{% for c in xs %}" + "{% endfor %}" * 3
+    files = {**smollm2_files, "chat_template.jinja": forever.encode()}
+    request = chat(template_kwargs_json=json.dumps({"xs": [0] * 10_000}))
+    async with (
+        make_worker(files=files) as worker,
+        start_gateway(worker, template_limit_s=0.5) as gateway,
+    ):
+        begin = time.monotonic()
+        # More of them than there are threads.
+        calls = [gateway.stub.Generate(request) for _ in range(4)]
+        slowest_s = 0.0
+        while not all(call.done() for call in calls):
+            asked = time.monotonic()
+            await gateway.health.Check(health_pb2.HealthCheckRequest())
+            slowest_s = max(slowest_s, time.monotonic() - asked)
+            await asyncio.sleep(0.01)
+        for call in calls:
+            assert await call.code() == Status.INVALID_ARGUMENT
+            assert "took too long" in (await call.details() or "")
+        assert time.monotonic() - begin < 3
+        assert slowest_s < 0.5
+        # The threads are free again.
+        assert (await gateway.collect(text("fine"))).text == "fine"
+
+
 async def test_more_text_than_is_ever_encoded_is_refused_by_its_bytes(
     make_worker: MakeWorker, start_gateway: StartGateway
 ) -> None:
