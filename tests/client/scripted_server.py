@@ -6,6 +6,7 @@ from typing import Any, Self, TypeAlias
 import grpc
 
 from shared.errors import ServingError
+from shared.grpc_options import server_options
 from shared.interceptors import server_interceptors
 from shared.notifier import Notifier
 from shared.pb.tandem.v1 import inference_pb2 as pb
@@ -38,12 +39,11 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
         self.scripts: list[Sequence[Step]] = [WHOLE]
         self.requests: list[pb.GenerateRequest] = []
         self.called = Notifier()
+        self.tokens: list[str | bytes] = []
         self.num_model_calls = 0
         self.model_errors: list[ServingError] = []
         self.address = address
-        self._server = grpc.aio.server(
-            interceptors=server_interceptors(), options=[("grpc.so_reuseport", 0)]
-        )
+        self._server = grpc.aio.server(interceptors=server_interceptors(), options=server_options())
 
     async def __aenter__(self) -> Self:
         pb_grpc.add_InferenceServiceServicer_to_server(self, self._server)
@@ -59,6 +59,8 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         script = self.scripts[min(len(self.requests), len(self.scripts) - 1)]
         self.requests.append(request)
+        metadata = context.invocation_metadata() or ()
+        self.tokens += [value for key, value in metadata if key == "authorization"]
         self.called.notify()
         for step in script:
             if isinstance(step, ServingError):

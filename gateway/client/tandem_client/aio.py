@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -10,14 +11,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.grpc_options import MAX_MESSAGE_BYTES
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
-from tandem_client import queries
 from tandem_client.answers import Gathered
 from tandem_client.connection import Connection, Tls, connection
 from tandem_client.errors import CallCancelledError, error_of
 from tandem_client.events import Completion, Event
 from tandem_client.generation import Generation
 from tandem_client.options import ChatOptions, GenerateOptions, Message, Prompt
-from tandem_client.queries import Query
+from tandem_client.queries import (
+    HEALTH_TIMEOUT_S,
+    Query,
+    abort_query,
+    detokenize_query,
+    flush_cache_query,
+    is_out_of_reach,
+    is_serving,
+    load_query,
+    model_query,
+    tokenize_query,
+)
 from tandem_client.retries import DEFAULT_RETRIES, RetryPolicy
 from tandem_client.service_info import Load, Model
 from tandem_client.settings import Settings
@@ -31,11 +42,22 @@ class AsyncStream(AsyncIterator[Event]):
     Closing it, dropping it, or cancelling the task that reads it cancels the request.
     """
 
+    # None if the call could not even begin.
+    _call: Any = None
+
     def __init__(self, generation: Generation, start: Callable[[Generation], Any]) -> None:
         self._generation = generation
         self._start = start
         self._closed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._call = start(generation)
+
+    def __del__(self) -> None:
+        # gRPC keeps a call alive until it has ended, whoever still wants it.
+        if self._call is not None and not self._closed.is_set():
+            # Garbage is collected on any thread, and perhaps after the loop.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._call.cancel)
 
     @property
     def request_id(self) -> str:
@@ -199,7 +221,7 @@ class AsyncClient:
         **options: Unpack[ChatOptions],
     ) -> list[int]:
         """The token ids that `generate` would run; without special tokens if asked for."""
-        query = queries.tokenize(
+        query = tokenize_query(
             prompt, add_special_tokens=add_special_tokens, model=model, options=options
         )
         return await self._ask(query, timeout_s)
@@ -213,7 +235,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> str:
         """The text of some token ids."""
-        query = queries.detokenize(token_ids, skip_special_tokens=skip_special_tokens, model=model)
+        query = detokenize_query(token_ids, skip_special_tokens=skip_special_tokens, model=model)
         return await self._ask(query, timeout_s)
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> dict[str, bool]:
@@ -221,21 +243,21 @@ class AsyncClient:
 
         By id, whether it was live.
         """
-        return await self._ask(queries.abort(request_ids), timeout_s)
+        return await self._ask(abort_query(request_ids), timeout_s)
 
     async def model(self, *, timeout_s: float | None = None) -> Model:
         """What is served."""
-        return await self._ask(queries.model(), timeout_s)
+        return await self._ask(model_query(), timeout_s)
 
     async def load(self, *, timeout_s: float | None = None) -> Load:
         """What the gateway and its workers are doing now."""
-        return await self._ask(queries.load(), timeout_s)
+        return await self._ask(load_query(), timeout_s)
 
     async def flush_cache(self, *, timeout_s: float | None = None) -> int:
         """Drops every cached prefix that no running request holds; how many pages that freed."""
-        return await self._ask(queries.flush_cache(), timeout_s)
+        return await self._ask(flush_cache_query(), timeout_s)
 
-    async def health(self, *, timeout_s: float = queries.HEALTH_TIMEOUT_S) -> bool:
+    async def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the gateway answers, and has a worker that is ready. Not tried again."""
         try:
             answer = await self._channel().health.Check(
@@ -243,10 +265,10 @@ class AsyncClient:
             )
         except grpc.RpcError as failed:
             error = error_of(failed)
-            if queries.is_out_of_reach(error):
+            if is_out_of_reach(error):
                 return False
             raise error from None
-        return queries.is_serving(answer)
+        return is_serving(answer)
 
     def _start(self, generation: Generation) -> Any:
         return self._channel().stub.GenerateStream(

@@ -76,12 +76,13 @@ class Gathered:
             raise InternalError(f"the stream ended before completion {index} did")
         deltas = self._deltas.get(index, ())
         shown = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+        shown_logprobs = tuple(entry for delta in deltas for entry in delta.logprobs)
         return Completion(
             request_id=started.request_id,
             index=index,
             text="".join(delta.text for delta in deltas),
             token_ids=shown + finished.trailing_token_ids,
-            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            logprobs=shown_logprobs + finished.trailing_logprobs,
             prompt_logprobs=started.prompt_logprobs,
             finished=finished,
         )
@@ -126,6 +127,7 @@ def _finished(finished: pb.Finished) -> Finished:
         usage=_mirror(Usage, finished.usage),
         timings=_mirror(Timings, finished.timings),
         trailing_token_ids=tuple(finished.trailing_token_ids),
+        trailing_logprobs=_logprobs(finished.trailing_logprobs),
         **matches,
     )
 

@@ -25,12 +25,12 @@ class TokenLogprob:
     """A token and how likely the model found it, before temperature and the like."""
 
     token_id: int
-    # With U+FFFD where the token is only a part of a character.
+    # By itself; U+FFFD stands for a character of which it is only a part.
     text: str
     # The same, exactly.
     token_bytes: bytes
     logprob: float
-    # 1 is the likeliest.
+    # 1 is the likeliest; equals have the same.
     rank: int
 
 
@@ -104,6 +104,8 @@ class Finished:
     seed: int
     # Tokens after the last Delta that have no text.
     trailing_token_ids: tuple[int, ...]
+    # One for each of them, where they were asked for.
+    trailing_logprobs: tuple[TokenLogprobs, ...]
 
 
 Event: TypeAlias = Started | Delta | Finished
@@ -118,7 +120,10 @@ class Completion:
     text: str
     # Without the eos or stop token that ended it.
     token_ids: tuple[int, ...]
+    # One for each of token_ids, where they were asked for.
     logprobs: tuple[TokenLogprobs, ...]
+    # One for each prompt token but the first, where they were asked for; of several
+    # completions, the first one has them.
     prompt_logprobs: tuple[TokenLogprobs, ...]
     finished: Finished
 

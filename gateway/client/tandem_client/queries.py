@@ -28,7 +28,7 @@ class Query(Generic[_T]):
     answer: Callable[[Any], _T]
 
 
-def tokenize(
+def tokenize_query(
     prompt: str | Sequence[Message | Mapping[str, Any]],
     *,
     add_special_tokens: bool | None,
@@ -39,26 +39,28 @@ def tokenize(
     return Query("Tokenize", request, lambda response: list(response.token_ids))
 
 
-def detokenize(token_ids: Sequence[int], *, skip_special_tokens: bool, model: str) -> Query[str]:
+def detokenize_query(
+    token_ids: Sequence[int], *, skip_special_tokens: bool, model: str
+) -> Query[str]:
     request = pb.DetokenizeRequest(
         model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
     )
     return Query("Detokenize", request, lambda response: str(response.text))
 
 
-def abort(request_ids: Sequence[str]) -> Query[dict[str, bool]]:
+def abort_query(request_ids: Sequence[str]) -> Query[dict[str, bool]]:
     return Query("Abort", pb.AbortRequest(request_ids=request_ids), abort_outcomes_of)
 
 
-def model() -> Query[Model]:
+def model_query() -> Query[Model]:
     return Query("GetModel", pb.GetModelRequest(), model_of)
 
 
-def load() -> Query[Load]:
+def load_query() -> Query[Load]:
     return Query("GetLoad", pb.GetLoadRequest(), load_of)
 
 
-def flush_cache() -> Query[int]:
+def flush_cache_query() -> Query[int]:
     return Query("FlushCache", pb.FlushCacheRequest(), lambda response: int(response.pages_freed))
 
 

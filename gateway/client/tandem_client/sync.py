@@ -11,14 +11,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.grpc_options import MAX_MESSAGE_BYTES
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
-from tandem_client import queries
 from tandem_client.answers import Gathered
 from tandem_client.connection import Tls, connection
 from tandem_client.errors import error_of
 from tandem_client.events import Completion, Event
 from tandem_client.generation import Generation
 from tandem_client.options import ChatOptions, GenerateOptions, Message, Prompt
-from tandem_client.queries import Query
+from tandem_client.queries import (
+    HEALTH_TIMEOUT_S,
+    Query,
+    abort_query,
+    detokenize_query,
+    flush_cache_query,
+    is_out_of_reach,
+    is_serving,
+    load_query,
+    model_query,
+    tokenize_query,
+)
 from tandem_client.retries import DEFAULT_RETRIES, RetryPolicy
 from tandem_client.service_info import Load, Model
 from tandem_client.settings import Settings
@@ -191,7 +201,7 @@ class Client:
         **options: Unpack[ChatOptions],
     ) -> list[int]:
         """The token ids that `generate` would run; without special tokens if asked for."""
-        query = queries.tokenize(
+        query = tokenize_query(
             prompt, add_special_tokens=add_special_tokens, model=model, options=options
         )
         return self._ask(query, timeout_s)
@@ -205,7 +215,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         """The text of some token ids."""
-        query = queries.detokenize(token_ids, skip_special_tokens=skip_special_tokens, model=model)
+        query = detokenize_query(token_ids, skip_special_tokens=skip_special_tokens, model=model)
         return self._ask(query, timeout_s)
 
     def abort(self, *request_ids: str, timeout_s: float | None = None) -> dict[str, bool]:
@@ -213,21 +223,21 @@ class Client:
 
         By id, whether it was live.
         """
-        return self._ask(queries.abort(request_ids), timeout_s)
+        return self._ask(abort_query(request_ids), timeout_s)
 
     def model(self, *, timeout_s: float | None = None) -> Model:
         """What is served."""
-        return self._ask(queries.model(), timeout_s)
+        return self._ask(model_query(), timeout_s)
 
     def load(self, *, timeout_s: float | None = None) -> Load:
         """What the gateway and its workers are doing now."""
-        return self._ask(queries.load(), timeout_s)
+        return self._ask(load_query(), timeout_s)
 
     def flush_cache(self, *, timeout_s: float | None = None) -> int:
         """Drops every cached prefix that no running request holds; how many pages that freed."""
-        return self._ask(queries.flush_cache(), timeout_s)
+        return self._ask(flush_cache_query(), timeout_s)
 
-    def health(self, *, timeout_s: float = queries.HEALTH_TIMEOUT_S) -> bool:
+    def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the gateway answers, and has a worker that is ready. Not tried again."""
         try:
             answer = self._health.Check(
@@ -235,10 +245,10 @@ class Client:
             )
         except grpc.RpcError as failed:
             error = error_of(failed)
-            if queries.is_out_of_reach(error):
+            if is_out_of_reach(error):
                 return False
             raise error from None
-        return queries.is_serving(answer)
+        return is_serving(answer)
 
     def _start(self, generation: Generation) -> Any:
         return self._stub.GenerateStream(
