@@ -13,8 +13,18 @@ from dataclasses import replace
 import numpy as np
 
 from shared.errors import EngineError
-from worker.engine.echo import EchoMemory, certain_logprobs
-from worker.step import BoolArray, EngineInfo, Int32Array, StepPlan, StepResult
+from worker.engine.echo import EchoMemory
+from worker.step import (
+    BoolArray,
+    EngineInfo,
+    Int32Array,
+    LogprobsPlan,
+    RowOpening,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 
 # (all tokens so far, length of the client's prompt) -> the next token
 TokenModel = Callable[[Int32Array, int], int]
@@ -50,11 +60,29 @@ def scripted_model(scripts: dict[int, list[int]]) -> TokenModel:
     return sample
 
 
+def told_logprobs(asked: LogprobsPlan | None, token_ids: Int32Array) -> StepLogprobs | None:
+    """Numbers that tell their token: logprob -id, rank id + 1, likeliest id, id + 1 and so on."""
+    if asked is None:
+        return None
+
+    def entries(tokens: Int32Array, num_top: int) -> TokenLogprobs | None:
+        top_ids = (tokens[:, None] + np.arange(num_top)).astype(np.int32)
+        values = -tokens.astype(np.float32), -top_ids.astype(np.float32)
+        return TokenLogprobs(values[0], tokens + 1, top_ids, values[1]) if len(tokens) else None
+
+    return StepLogprobs(
+        entries(token_ids[asked.rows], asked.num_top),
+        entries(asked.prompt_targets, asked.num_prompt_top),
+    )
+
+
 class FakeEngine:
     """Runs a step only when its result is asked for, in order of launch.
 
     So a plan that shares memory with the scheduler shows. `log` tells what happened:
     ("launch", step) and ("result", step). With `gated`, each result waits for `allow`.
+    Adjustments change nothing of what it samples, but each step's are checked: an adjusted row
+    must have been opened with its request's own tokens.
     """
 
     def __init__(self, info: EngineInfo, model: TokenModel, *, gated: bool = False) -> None:
@@ -64,6 +92,8 @@ class FakeEngine:
         self._pending: deque[FakeStep] = deque()
         self._gate = threading.Semaphore(0) if gated else None
         self._changed = threading.Condition()
+        self._openings: dict[int, RowOpening] = {}
+        self._spoilt_at = -2
         self.log: list[tuple[str, int]] = []
         self.plans: list[StepPlan] = []
         # By step: how it fails. "lost": nothing of it happens; "garbage": wrong KV is written;
@@ -84,6 +114,7 @@ class FakeEngine:
             self.plans.append(plan)
             self._changed.notify_all()
         if self.failures.get(plan.step_id) == "refused":
+            self._spoilt_at = plan.step_id
             raise EngineError("refused")
         step = FakeStep(self, plan)
         self._pending.append(step)
@@ -118,9 +149,17 @@ class FakeEngine:
         if plan.step_id in self.crashes:
             raise self.crashes[plan.step_id]
         failure = self.failures.get(plan.step_id)
+        if failure is not None:
+            self._spoilt_at = plan.step_id
         if failure == "lost":
             raise EngineError("lost")
         self._memory.write(plan)
+        self._openings |= {opening.row: opening for opening in plan.openings}
+        # What a step lost or spoilt is amiss in the next, which was planned without knowing.
+        if plan.step_id > self._spoilt_at + 1:
+            self._check_adjusted(plan)
+        if any(step == plan.step_id for step, _ in self.faulty):
+            self._spoilt_at = plan.step_id
         token_ids = np.array([self._sample(plan, i) for i in range(plan.num_rows)], np.int32)
         if failure == "garbage":
             self._spoil(plan, np.ones(plan.num_rows, np.bool_))
@@ -128,7 +167,7 @@ class FakeEngine:
         self._memory.store(plan, token_ids)
         faulty = np.array([(plan.step_id, i) in self.faulty for i in range(plan.num_rows)])
         self._spoil(plan, faulty)
-        logprobs = certain_logprobs(plan.logprobs)
+        logprobs = told_logprobs(plan.logprobs, token_ids)
         return StepResult(token_ids, faulty, started_at, time.monotonic(), logprobs)
 
     def _spoil(self, plan: StepPlan, spoiled: BoolArray) -> None:
@@ -146,13 +185,23 @@ class FakeEngine:
             )
         )
 
+    def _check_adjusted(self, plan: StepPlan) -> None:
+        for i in plan.adjusted.tolist():
+            assert plan.samples[i]
+            opening = self._openings[int(plan.rows[i])]
+            assert opening.prompt_len == plan.prompt_lens[i]
+            known = opening.token_ids
+            assert np.array_equal(self._history(plan, i)[: len(known)], known)
+
     def _sample(self, plan: StepPlan, i: int) -> int:
         if not plan.samples[i]:
             # Harmful, should anyone read it.
             return -7
+        return self._model(self._history(plan, i), int(plan.prompt_lens[i]))
+
+    def _history(self, plan: StepPlan, i: int) -> Int32Array:
         length = int(plan.cached_lens[i] + plan.extend_lens[i])
-        history = self._memory.read(plan.rows[i : i + 1], np.arange(length, dtype=np.int32))
-        return self._model(history, int(plan.prompt_lens[i]))
+        return self._memory.read(plan.rows[i : i + 1], np.arange(length, dtype=np.int32))
 
 
 class FakeStep:

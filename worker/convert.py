@@ -131,21 +131,28 @@ def fill_step_output(
 
 def to_token_logprobs(logprobs: TokenLogprobs, chosen: BoolArray) -> Iterator[pb.TokenLogprobs]:
     """The chosen entries, in one message for each run of entries of one request."""
-    (places,) = np.nonzero(chosen)
-    handles = (logprobs.uids[places] & HANDLE_MASK).tolist()
-    num_top = logprobs.num_top[places].tolist()
+    handles = (logprobs.uids[chosen] & HANDLE_MASK).tolist()
+    token_ids = logprobs.token_ids[chosen].tolist()
+    values, ranks = logprobs.logprobs[chosen].tolist(), logprobs.ranks[chosen].tolist()
+    num_top = logprobs.num_top[chosen].tolist()
+    top_ids, top_logprobs = logprobs.top_ids[chosen], logprobs.top_logprobs[chosen]
     for start, end in _runs(handles):
-        at, num = places[start:end], num_top[start]
+        num = num_top[start]
         yield pb.TokenLogprobs(
             handle=handles[start],
             prompt=logprobs.is_prompt,
-            token_ids=logprobs.token_ids[at].tolist(),
-            logprobs=logprobs.logprobs[at].tolist(),
-            ranks=logprobs.ranks[at].tolist(),
+            token_ids=token_ids[start:end],
+            logprobs=values[start:end],
+            ranks=ranks[start:end],
             num_top=num,
-            top_token_ids=logprobs.top_ids[at, :num].ravel().tolist(),
-            top_logprobs=logprobs.top_logprobs[at, :num].ravel().tolist(),
+            top_token_ids=top_ids[start:end, :num].ravel().tolist(),
+            top_logprobs=top_logprobs[start:end, :num].ravel().tolist(),
         )
+
+
+def logprob_entry_bytes(num_top: int) -> int:
+    """About what one token takes in a message, with so many of the likeliest."""
+    return 12 + 8 * num_top
 
 
 def to_load_response(load: Load, *, is_ready: bool) -> pb.GetLoadResponse:

@@ -316,8 +316,9 @@ class Dispatcher:
             link = self._links.get(started.uid >> HANDLE_BITS)
             if link is not None:
                 link.push_started(started, committed_at)
-        # Before the tokens: merged or not, what belongs to a token is there with it.
-        for logprobs in output.logprobs:
+        # In this order: the link may end a message before a prompt's and after the tokens,
+        # and what belongs to a token must be in one message with it.
+        for logprobs in sorted(output.logprobs, key=lambda one: not one.is_prompt):
             self._push_logprobs(logprobs, committed_at)
         if len(output.uids):
             self._push_tokens(output)

@@ -14,7 +14,12 @@ import numpy as np
 
 from shared.errors import QueueFullError, ServingError
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
-from worker.convert import HANDLE_MASK, fill_step_output, to_token_logprobs
+from worker.convert import (
+    HANDLE_MASK,
+    fill_step_output,
+    logprob_entry_bytes,
+    to_token_logprobs,
+)
 from worker.messages import Failed, Finished, Started, TokenLogprobs
 from worker.step import BoolArray, Int32Array, Int64Array
 
@@ -32,6 +37,10 @@ class LinkLimits:
     max_pending_tokens: int = 1 << 18
     # Answers to submits and pings; beyond these the link's commands are not read.
     max_pending_answers: int = 1024
+    # As estimated; a prompt's entries with twenty likeliest tokens each are 170 bytes a token.
+    max_pending_logprob_bytes: int = 128 << 20
+    # No message gets more once it has this much, which is far from what gRPC lets through.
+    max_message_logprob_bytes: int = 4 << 20
 
 
 class Link:
@@ -53,6 +62,10 @@ class Link:
         self._is_half_closed = False
         self._answers: list[pb.RunResponse] = []
         self._load: pb.GetLoadResponse | None = None
+        # Messages that are complete because they have log-probabilities enough.
+        self._full: list[pb.RunResponse] = []
+        # In those and in what is still collected.
+        self._num_logprob_bytes = 0
         self._clear_output()
 
     def answer(self, response: pb.RunResponse) -> None:
@@ -80,11 +93,24 @@ class Link:
                     f"at most {self._limits.max_pending_tokens} are kept"
                 )
             )
+        self._cut_message()
 
     def push_logprobs(self, logprobs: TokenLogprobs, mine: BoolArray, committed_at: float) -> None:
         """Sends those of its entries that are of this link's requests."""
+        if logprobs.is_prompt:
+            self._cut_message()
         self._logprobs += to_token_logprobs(logprobs, mine)
+        num_bytes = int(mine.sum()) * logprob_entry_bytes(logprobs.top_ids.shape[1])
+        self._message_logprob_bytes += num_bytes
+        self._num_logprob_bytes += num_bytes
         self._note_commit(committed_at)
+        if self._num_logprob_bytes > self._limits.max_pending_logprob_bytes:
+            self.drop(
+                QueueFullError(
+                    f"this gateway is {self._num_logprob_bytes} bytes of log-probabilities behind; "
+                    f"at most {self._limits.max_pending_logprob_bytes} are kept"
+                )
+            )
 
     def push_started(self, started: Started, committed_at: float) -> None:
         handle = started.uid & HANDLE_MASK
@@ -150,8 +176,8 @@ class Link:
                 self._has_room.set()
                 for answer in answers:
                     await write(answer)
-            if self._num_tokens or self._started or self._ended_entries or self._logprobs:
-                await write(self._take_output())
+            for output in self._take_outputs():
+                await write(output)
             if self._is_done():
                 self._ended.set()
                 return
@@ -160,7 +186,14 @@ class Link:
         is_leaving = self._is_closing or (self._is_half_closed and not self.live)
         return is_leaving and not self._wake.is_set()
 
-    def _take_output(self) -> pb.RunResponse:
+    def _take_outputs(self) -> list[pb.RunResponse]:
+        outputs, self._full = self._full, []
+        if self._num_tokens or self._started or self._ended_entries or self._logprobs:
+            outputs.append(self._take_collected())
+        self._num_logprob_bytes = 0
+        return outputs
+
+    def _take_collected(self) -> pb.RunResponse:
         response = pb.RunResponse()
         fill_step_output(
             response.output,
@@ -174,6 +207,11 @@ class Link:
         self._clear_output()
         return response
 
+    def _cut_message(self) -> None:
+        """What comes from now on goes into another message, if this one has enough."""
+        if self._message_logprob_bytes >= self._limits.max_message_logprob_bytes:
+            self._full.append(self._take_collected())
+
     def _clear_output(self) -> None:
         self._uids: list[Int64Array] = []
         self._token_ids: list[Int32Array] = []
@@ -181,6 +219,7 @@ class Link:
         self._started: list[Started] = []
         self._ended_entries: list[Finished | Failed] = []
         self._logprobs: list[pb.TokenLogprobs] = []
+        self._message_logprob_bytes = 0
         self._committed_at = 0.0
 
     def _note_commit(self, committed_at: float) -> None:

@@ -56,6 +56,8 @@ class CpuEngine:
 
     def __init__(self, load: Callable[[], Decoder], config: CpuEngineConfig) -> None:
         """`load` gives the model and is called on the engine's thread. Raises ModelError."""
+        # Of the steps in flight that wait for their masks.
+        self._awaited: list[Future[Int32Array]] = []
         self._thread = ThreadPoolExecutor(
             1,
             thread_name_prefix="cpu-engine",
@@ -81,8 +83,6 @@ class CpuEngine:
             max_context=info.max_context,
         )
         self._features = FeaturedSampling(info.vocab_size)
-        # Of the steps in flight that wait for their masks.
-        self._awaited: list[Future[Int32Array]] = []
         # One entry more than rows: the sentinel takes tokens that nobody may read.
         self._token_pool = torch.zeros(info.max_rows + 1, dtype=torch.int64)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shared.errors import EngineError
-from shared.types import SamplingParams
+from shared.types import SamplingParams, StructuredOutput
 from tests.fakes import FakeEngine, TokenModel, checksum_model
 from worker.engine_loop import FailedLaunch
-from worker.messages import Failed, Finished, NewRequest, Started, StepOutput
+from worker.messages import Failed, Finished, NewRequest, Started, StepOutput, TokenLogprobs
 from worker.scheduler.config import SchedulerConfig
 from worker.scheduler.scheduler import Scheduler
 from worker.step import EngineInfo, StepHandle, StepPlan
@@ -26,6 +26,9 @@ class Outcome:
     token_ids: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     ended: list[Finished | Failed] = field(default_factory=list)
+    # (token id, likeliest ids) of each entry.
+    logprobs: list[tuple[int, list[int]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, list[int]]] = field(default_factory=list)
 
     @property
     def finished(self) -> Finished:
@@ -84,6 +87,10 @@ class Driver:
         cache_salt: str = "",
         deadline: float | None = None,
         time_limit: float | None = None,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        structured_output: StructuredOutput | None = None,
     ) -> int:
         """Adds a request, arrived now; returns its uid. Raises what `add` raises."""
         self._num_submitted += 1
@@ -98,6 +105,10 @@ class Driver:
             cache_salt=cache_salt,
             deadline=deadline,
             time_limit=time_limit,
+            min_tokens=min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_output=structured_output,
             arrived_at=self.now,
         )
         self.scheduler.add(new, self.now)
@@ -157,6 +168,8 @@ class Driver:
             return FailedLaunch(error)
 
     def _commit(self, plan: StepPlan, handle: StepHandle) -> None:
+        if len(plan.masked):
+            handle.provide_masks(np.zeros((len(plan.masked), -(-VOCAB_SIZE // 32)), np.int32))
         try:
             result = handle.result()
         except EngineError as error:
@@ -167,14 +180,32 @@ class Driver:
     def _record(self, output: StepOutput) -> None:
         for started in output.started:
             self.outcomes[started.uid].started.append(started)
+        for logprobs in output.logprobs:
+            self._record_logprobs(logprobs)
         for uid, token_id in zip(output.uids.tolist(), output.token_ids.tolist(), strict=True):
             outcome = self.outcomes[uid]
             assert not outcome.ended, f"a token of {uid} after its end"
             outcome.token_ids.append(token_id)
+        for uid in set(output.uids.tolist()):
+            outcome = self.outcomes[uid]
+            assert len(outcome.logprobs) in (0, len(outcome.token_ids)), "not with its tokens"
         for finished in output.finished:
             self.outcomes[finished.uid].ended.append(finished)
         for failed in output.failed:
             self.outcomes[failed.uid].ended.append(failed)
+
+    def _record_logprobs(self, logprobs: TokenLogprobs) -> None:
+        for i, uid in enumerate(logprobs.uids.tolist()):
+            outcome = self.outcomes[uid]
+            assert not outcome.ended, f"an entry of {uid} after its end"
+            token_id = int(logprobs.token_ids[i])
+            assert (logprobs.logprobs[i], logprobs.ranks[i]) == (-token_id, token_id + 1)
+            entry = (token_id, logprobs.top_ids[i, : logprobs.num_top[i]].tolist())
+            if logprobs.is_prompt:
+                assert not outcome.token_ids, "a prompt's entry after the first token"
+                outcome.prompt_logprobs.append(entry)
+            else:
+                outcome.logprobs.append(entry)
 
 
 def solo_output(

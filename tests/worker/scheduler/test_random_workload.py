@@ -6,13 +6,22 @@ import numpy as np
 import pytest
 
 from shared.errors import Code, QueueFullError
-from shared.types import FinishReason
+from shared.types import FinishReason, SamplingParams, StructuredOutput, StructureKind
 from tests.fakes import checksum_model
-from tests.worker.scheduler.driver import EOS, VOCAB_SIZE, Driver, engine_info, solo_output
+from tests.worker.scheduler.driver import (
+    EOS,
+    GREEDY,
+    VOCAB_SIZE,
+    Driver,
+    Outcome,
+    engine_info,
+    solo_output,
+)
 from worker.messages import Failed, Finished
 from worker.scheduler.config import Policy, SchedulerConfig
 
 _STEPS = 600
+_ANY_RULE = StructuredOutput(StructureKind.REGEX, ".*")
 _MODEL = checksum_model(VOCAB_SIZE)
 
 
@@ -24,6 +33,8 @@ class Sent:
     max_tokens: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     is_silent: bool = False
 
 
@@ -68,10 +79,23 @@ class Workload:
         ignore_eos = bool(rng.random() < 0.3)
         stops = tuple(rng.integers(0, VOCAB_SIZE, rng.integers(0, 3)).tolist())
         now = self.driver.now
+        sampling, structured_output = GREEDY, None
+        logprobs = prompt_logprobs = None
+        min_tokens = 0
+        if rng.random() < 0.5:
+            sampling = SamplingParams(frequency_penalty=float(rng.integers(0, 2)))
+            min_tokens = int(rng.integers(0, max_tokens + 1))
+            logprobs, prompt_logprobs = (None if k > 3 else int(k) for k in rng.integers(0, 7, 2))
+            structured_output = _ANY_RULE if rng.random() < 0.3 else None
         try:
             uid = self.driver.submit(
                 prompt,
                 max_tokens,
+                sampling=sampling,
+                min_tokens=min_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                structured_output=structured_output,
                 ignore_eos=ignore_eos,
                 stop_token_ids=stops,
                 priority=int(rng.integers(-1, 2)),
@@ -82,7 +106,8 @@ class Workload:
         except QueueFullError:
             self.num_queue_full += 1
             return
-        self.sent[uid] = Sent(prompt, max_tokens, ignore_eos, stops)
+        asked = Sent(prompt, max_tokens, ignore_eos, stops, logprobs, prompt_logprobs)
+        self.sent[uid] = asked
 
     def _abort(self, uid: int) -> None:
         report = bool(self.rng.random() < 0.5)
@@ -99,6 +124,7 @@ class Workload:
         stops = set(sent.stop_token_ids) | (set() if sent.ignore_eos else {EOS})
         expected = solo_output(_MODEL, sent.prompt, sent.max_tokens, tuple(stops))
         assert len(outcome.started) <= 1
+        self._check_logprobs(outcome, sent)
         if sent.is_silent and not outcome.ended:
             assert outcome.token_ids == expected[: len(outcome.token_ids)]
             return
@@ -108,6 +134,15 @@ class Workload:
             assert outcome.token_ids == expected[: len(outcome.token_ids)]
             return
         self._check_finished(outcome.token_ids, end, expected, sent)
+
+    def _check_logprobs(self, outcome: Outcome, sent: Sent) -> None:
+        tokens, prompt = outcome.token_ids, sent.prompt[1:]
+        assert outcome.logprobs == _entries(tokens, sent.logprobs)
+        wanted = _entries(prompt, sent.prompt_logprobs)
+        # All of them, once, if it got as far as a token.
+        assert outcome.prompt_logprobs == wanted[: len(outcome.prompt_logprobs)]
+        if tokens:
+            assert len(outcome.prompt_logprobs) == len(wanted)
 
     def _check_finished(
         self, token_ids: list[int], end: Finished, expected: list[int], sent: Sent
@@ -126,6 +161,13 @@ class Workload:
             assert end.reason is (FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN)
 
 
+def _entries(tokens: list[int], num_top: int | None) -> list[tuple[int, list[int]]]:
+    """As the fake engine tells of each token."""
+    if num_top is None:
+        return []
+    return [(token, list(range(token, token + num_top))) for token in tokens]
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -133,7 +175,7 @@ class Workload:
 def test_each_request_gets_what_it_would_get_alone(
     overlap: bool, prefix_caching: bool, page_size: int, policy: Policy
 ) -> None:
-    rng = np.random.default_rng([page_size, overlap, prefix_caching, policy is Policy.MIXED])
+    rng = np.random.default_rng([page_size, overlap, prefix_caching, policy is Policy.MIXED, 6])
     driver = Driver(
         info=engine_info(page_size=page_size, num_pages=96 // page_size, max_rows=7),
         config=SchedulerConfig(
