@@ -4,11 +4,15 @@ Two streams: the scheduler's carries each step's staging copy, the engine's wait
 runs the step. A step's input tokens are gathered from the token pool, where the step before
 wrote them on the device, so step N+1 can be queued while step N runs and nothing waits for
 the host. Sampled tokens are copied to pinned memory; an event says when they are there.
+
+A step with masked rows is queued up to its ordinary draw, and the rest of it when the masks
+come. Nothing on the device waits for them, so a step that never gets them is just dropped.
 """
 
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from shared.errors import EngineError, EngineLostError
@@ -22,35 +26,33 @@ from worker.engine.cuda.attention import (
 )
 from worker.engine.cuda.clock import DeviceClock, StepTiming
 from worker.engine.cuda.decode_attention import DecodeShape, DecodeWork
+from worker.engine.cuda.features import Drawn, FeaturedSampling, FeaturedStep
 from worker.engine.cuda.graphs import DecodeGraphs
 from worker.engine.cuda.ops import CudaOps
-from worker.engine.cuda.sampling import RowParams, Sampler
+from worker.engine.cuda.packing import pack
+from worker.engine.cuda.row_params import RowParams
+from worker.engine.cuda.row_state import mask_words
+from worker.engine.cuda.sampling import Sampler
 from worker.engine.cuda.staging import (
     CACHED_LENS,
-    IS_GREEDY,
     LAST_TOKENS,
-    MIN_P,
     NUM_FIELDS,
-    POSITIONS,
     ROWS,
-    SEED_HIGH,
-    SEED_LOW,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     WRITE_ROWS,
+    Slot,
     Staged,
     Staging,
     align_words,
-    dummy_plan,
     padding_block,
 )
 from worker.engine.cuda.step_kernels import begin_step, expand_tokens
+from worker.engine.cuda.warm_up import dummy_plan, featured_plan
 from worker.models.decoder import Decoder
 from worker.step import EngineInfo, Int32Array, StepPlan, StepResult
 
 # A result may be read until its place comes round again; at most two steps are in flight.
 _NUM_RESULTS = 4
+_NO_WORDS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,32 +82,63 @@ class Memory:
         return table
 
 
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """Where a step's results will be once its end event has fired."""
+
+    host_token_ids: torch.Tensor
+    timing: StepTiming
+    featured: FeaturedStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Undrawn:
+    """A step with features of which all is queued but the draw of its entries."""
+
+    step: FeaturedStep
+    drawn: Drawn
+    # Holds the step's words until they are read.
+    slot: Slot
+
+
 class CudaStep:
-    """A step that was queued."""
+    """A step that was queued, but for what waits for its masks."""
 
     def __init__(
-        self, engine: "CudaEngine", host_token_ids: Int32Array, timing: StepTiming
+        self, engine: "CudaEngine", results: _Results, undrawn: _Undrawn | None = None
     ) -> None:
         self._engine = engine
-        self._host_token_ids = host_token_ids
-        self._timing = timing
+        self._results = results
+        self._undrawn = undrawn
+        self._error: EngineError | None = None
 
     def provide_masks(self, bitmasks: Int32Array) -> None:
-        raise NotImplementedError
+        assert self._undrawn is not None, "a step has its masks, or needs none"
+        undrawn, self._undrawn = self._undrawn, None
+        try:
+            self._engine.draw_masked(undrawn, bitmasks, self._results)
+        except EngineError as error:
+            # Ends the step in its turn.
+            self._error = error
 
     def result(self) -> StepResult:
+        assert self._undrawn is None, "a step's masks come before its result"
+        if self._error is not None:
+            raise self._error
+        results = self._results
         waited_from = time.monotonic()
         try:
-            self._timing.end.synchronize()
+            results.timing.end.synchronize()
             times = self._engine.clock.times(
-                self._timing, waited_from=waited_from, now=time.monotonic()
+                results.timing, waited_from=waited_from, now=time.monotonic()
             )
         except RuntimeError as error:
             raise self._engine.fault(error) from error
-        token_ids = self._host_token_ids.copy()
+        token_ids = results.host_token_ids.numpy().copy()
         faulty = token_ids < 0
         token_ids[faulty] = 0
-        return StepResult(token_ids, faulty, *times)
+        logprobs = None if results.featured is None else results.featured.logprobs()
+        return StepResult(token_ids, faulty, *times, logprobs)
 
 
 class CudaEngine:
@@ -138,6 +171,7 @@ class CudaEngine:
             self._token_pool = torch.zeros(info.max_rows + 1, dtype=torch.int32, device=device)
             self._work = DecodeWork(self._shape, info.max_rows, device)
             self._sampler = Sampler(info.max_rows, info.vocab_size, device)
+            self._featured = FeaturedSampling(info, self._sampler, device)
             self._prefill = PrefillAttention(self._shape, device)
             self._padding = padding_block(info.max_rows, align_words(info.max_rows)).to(device)
             self._inputs = self._padding.flatten().clone()
@@ -156,14 +190,21 @@ class CudaEngine:
         self._warm_up(progress)
 
     def _warm_up(self, progress: Progress) -> None:
-        """Compiles what prefill and mixed steps need, by running one of each on the dummy row.
+        """Compiles what prefill, mixed and featured steps need, by running each on the dummy row.
 
         So that no request waits for a compiler.
         """
         progress("compiling prefill kernels; the first time this takes about two minutes")
-        for num_decode in (0, 1):
+        dummy_row, vocab_size = self._info.max_rows, self._info.vocab_size
+        for plan in (
+            dummy_plan(dummy_row, num_decode=0),
+            dummy_plan(dummy_row, num_decode=1),
+            featured_plan(dummy_row),
+        ):
             with torch.inference_mode():
-                step = self._launch(dummy_plan(self._info.max_rows, num_decode=num_decode))
+                step = self._launch(plan)
+            if len(plan.masked):
+                step.provide_masks(np.full((1, mask_words(vocab_size)), -1, np.int32))
             step.result()
 
     @property
@@ -196,50 +237,85 @@ class CudaEngine:
         torch.cuda.synchronize()
         self._graphs.close()
 
+    def draw_masked(self, undrawn: _Undrawn, bitmasks: Int32Array, results: _Results) -> None:
+        """Queues the rest of a step that waited for masks. Raises EngineError."""
+        if self._lost is not None:
+            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
+        stream, masks = self._engine_stream, self._featured.masks
+        try:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                masks.provide(bitmasks, self._scheduler_stream, stream)
+                self._draw(undrawn)
+                masks.was_read(stream)
+                self._queue_results(results)
+        except RuntimeError as error:
+            raise self.fault(error) from error
+
     def _launch(self, plan: StepPlan) -> CudaStep:
         is_decode = plan.num_decode == plan.num_rows
         graph_batch = self._graphs.batch_for(plan.num_rows) if is_decode else None
         num_columns = align_words(graph_batch or plan.num_rows)
+        features = pack(plan, self._info.vocab_size)
+        words = _NO_WORDS if features is None else features.words
         with torch.cuda.stream(self._scheduler_stream):
-            staged = self._staging.stage(plan, num_columns, self._scheduler_stream)
+            staged = self._staging.stage(plan, num_columns, words, self._scheduler_stream)
         timing = StepTiming()
         with torch.cuda.stream(self._engine_stream):
             self._engine_stream.wait_event(staged.slot.copied)
             timing.begin.record(self._engine_stream)
             inputs = self._inputs[: NUM_FIELDS * num_columns]
             begin_step(staged.row_block, inputs, staged.updates, self._page_table)
+            featured = None if features is None else self._featured.open(features, staged.extra)
             timing.queued()
             if is_decode:
                 staged.slot.read.record(self._engine_stream)
-                self._run_decode(plan.num_rows, graph_batch)
+                logits = self._run_decode(plan.num_rows, graph_batch)
                 if graph_batch is not None:
                     timing.queued()
             else:
-                self._extend(plan, staged)
+                logits = self._extend(plan, staged, featured)
             host = self._host_token_ids[self._num_launched % _NUM_RESULTS, : plan.num_rows]
-            host.copy_(self._token_ids[: plan.num_rows], non_blocking=True)
-            timing.end.record(self._engine_stream)
-        self._num_launched += 1
-        return CudaStep(self, host.numpy(), timing)
+            self._num_launched += 1
+            results = _Results(host, timing, featured)
+            if featured is not None:
+                block = inputs.view(NUM_FIELDS, num_columns)
+                drawn = Drawn(block, logits, self._token_ids, self._token_pool)
+                undrawn = _Undrawn(featured, drawn, staged.slot)
+                if len(plan.masked):
+                    return CudaStep(self, results, undrawn)
+                self._draw(undrawn)
+            self._queue_results(results)
+        return CudaStep(self, results)
 
-    def _run_decode(self, num_rows: int, graph_batch: int | None) -> None:
+    def _draw(self, undrawn: _Undrawn) -> None:
+        self._featured.draw(undrawn.step, undrawn.drawn)
+        # Later than the step's inputs, which were read before: the slot is free only now.
+        undrawn.slot.read.record(self._engine_stream)
+
+    def _queue_results(self, results: _Results) -> None:
+        host = results.host_token_ids
+        host.copy_(self._token_ids[: len(host)], non_blocking=True)
+        results.timing.end.record(self._engine_stream)
+
+    def _run_decode(self, num_rows: int, graph_batch: int | None) -> torch.Tensor:
         assert torch.cuda.current_stream() == self._engine_stream
         if graph_batch is None:
-            self._decode(num_rows)
-        else:
-            self._graphs.replay(graph_batch)
+            return self._decode(num_rows)
+        return self._graphs.replay(graph_batch)
 
-    def _decode(self, batch: int) -> None:
-        """A whole decode step from the inputs to the token pool."""
+    def _decode(self, batch: int) -> torch.Tensor:
+        """A whole decode step from the inputs to the token pool; its logits."""
         block = self._block(batch)
         step = StepRows(block[ROWS, :batch], block[CACHED_LENS, :batch], self._page_table)
         token_ids = self._token_pool.index_select(0, step.rows)
         attend = DecodeAttend(self._ops, self._pages, self._work, step)
         hidden = self._model(token_ids, step.cached_lens, attend)
-        self._sample(hidden, block, batch)
+        return self._sample(hidden, block, batch)
 
-    def _extend(self, plan: StepPlan, staged: Staged) -> None:
-        """A step with prefill rows, from the inputs to the token pool."""
+    def _extend(
+        self, plan: StepPlan, staged: Staged, featured: FeaturedStep | None
+    ) -> torch.Tensor:
+        """A step with prefill rows, from the inputs to the token pool; its logits."""
         assert torch.cuda.current_stream() == self._engine_stream
         num_rows, num_decode = plan.num_rows, plan.num_decode
         block = self._block(num_rows)
@@ -277,7 +353,10 @@ class CudaEngine:
             positions=positions,
         )
         hidden = self._model(token_ids, positions, attend)
-        self._sample(hidden.index_select(0, block[LAST_TOKENS, :num_rows]), block, num_rows)
+        if featured is not None:
+            self._featured.of_prompts(featured, hidden, self._model.logits)
+        hidden = hidden.index_select(0, block[LAST_TOKENS, :num_rows])
+        return self._sample(hidden, block, num_rows)
 
     def _decode_part(self, rows: torch.Tensor, cached_lens: torch.Tensor) -> DecodeAttend | None:
         if len(rows) == 0:
@@ -285,21 +364,20 @@ class CudaEngine:
         step = StepRows(rows, cached_lens, self._page_table)
         return DecodeAttend(self._ops, self._pages, self._work, step)
 
-    def _sample(self, hidden: torch.Tensor, block: torch.Tensor, num_rows: int) -> None:
-        """Draws for hidden states [num_rows, hidden_size] into token pool and results."""
-        floats = block.view(torch.float32)
-        params = RowParams(
-            temperature=floats[TEMPERATURE],
-            top_k=block[TOP_K],
-            top_p=floats[TOP_P],
-            min_p=floats[MIN_P],
-            seed_low=block[SEED_LOW],
-            seed_high=block[SEED_HIGH],
-            is_greedy=block[IS_GREEDY],
-            positions=block[POSITIONS],
-        )
+    def _sample(self, hidden: torch.Tensor, block: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Draws for hidden states [num_rows, hidden_size] into token pool and results.
+
+        Gives the logits.
+        """
         logits = self._model.logits(hidden)
-        self._sampler.sample(logits, params, block[WRITE_ROWS], self._token_pool, self._token_ids)
+        self._sampler.sample(
+            logits,
+            RowParams.of_block(block),
+            block[WRITE_ROWS],
+            self._token_pool,
+            self._token_ids,
+        )
+        return logits
 
     def _block(self, batch: int) -> torch.Tensor:
         """The row block of a batch, [NUM_FIELDS, its columns], where the graphs read it."""

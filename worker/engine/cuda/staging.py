@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker.step import Int32Array, SamplingBatch, StepPlan
+from worker.step import Int32Array, StepPlan
 
 # Per-row fields of a step, one line each in the row block; the last three are float32.
 ROWS, CACHED_LENS, WRITE_ROWS, POSITIONS, LAST_TOKENS = range(5)
@@ -41,6 +41,8 @@ class Staged:
     prefill_rows: torch.Tensor
     # [num_rows] index of each row's first token in the step.
     first_tokens: torch.Tensor
+    # Whatever else was to travel with the plan.
+    extra: torch.Tensor
 
     @property
     def row_block(self) -> torch.Tensor:
@@ -78,7 +80,9 @@ class Staging:
         self._next = 0
         self._padding = padding_block(max_rows, 1).numpy()
 
-    def stage(self, plan: StepPlan, num_columns: int, stream: torch.cuda.Stream) -> Staged:
+    def stage(
+        self, plan: StepPlan, num_columns: int, extra: Int32Array, stream: torch.cuda.Stream
+    ) -> Staged:
         """Writes the plan to the next slot and queues its copy on `stream`, the current one.
 
         Rows are padded to `num_columns`. The reader waits for `slot.copied` and records
@@ -89,11 +93,19 @@ class Staging:
         self._next = (self._next + 1) % len(self._slots)
         slot.copied.synchronize()
         num_updates, num_prefill = len(plan.page_ids), len(plan.prefill_token_ids)
-        sizes = (NUM_FIELDS * num_columns, 3 * num_updates, num_prefill, num_prefill, plan.num_rows)
+        sizes = (
+            NUM_FIELDS * num_columns,
+            3 * num_updates,
+            num_prefill,
+            num_prefill,
+            plan.num_rows,
+            len(extra),
+        )
         starts = [0, *accumulate(align_words(size) for size in sizes)]
         places = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         slot.ensure(starts[-1])
         self._write(slot.host, places, plan)
+        slot.host[places[5]] = extra
         stream.wait_event(slot.read)
         device = slot.device_words
         device[: starts[-1]].copy_(slot.pinned[: starts[-1]], non_blocking=True)
@@ -105,10 +117,13 @@ class Staging:
             prefill_token_ids=device[places[2]],
             prefill_rows=device[places[3]],
             first_tokens=device[places[4]],
+            extra=device[places[5]],
         )
 
     def _write(self, host: Int32Array, places: list[slice], plan: StepPlan) -> None:
-        self._write_rows(host[places[0]].reshape(NUM_FIELDS, -1), plan)
+        block = host[places[0]].reshape(NUM_FIELDS, -1)
+        block[:, plan.num_rows :] = self._padding
+        write_rows(block, plan)
         updates = host[places[1]].reshape(3, len(plan.page_ids))
         updates[0], updates[1], updates[2] = plan.page_rows, plan.page_columns, plan.page_ids
         if len(plan.prefill_token_ids):
@@ -117,27 +132,27 @@ class Staging:
             host[places[3]] = row_of_token[plan.num_decode :]
             host[places[4]] = np.cumsum(plan.extend_lens) - plan.extend_lens
 
-    def _write_rows(self, block: Int32Array, plan: StepPlan) -> None:
-        """Fills the row block, padding columns included."""
-        n = plan.num_rows
-        sampling = plan.sampling
-        block[:, n:] = self._padding
-        lens = plan.cached_lens + plan.extend_lens
-        floats: NDArray[np.float32] = block.view(np.float32)
-        seeds = sampling.seeds.view(np.int32).reshape(n, 2)
-        block[ROWS, :n] = plan.rows
-        block[CACHED_LENS, :n] = plan.cached_lens
-        block[WRITE_ROWS, :n] = plan.write_rows
-        block[POSITIONS, :n] = lens
-        block[LAST_TOKENS, :n] = np.cumsum(plan.extend_lens) - 1
-        block[TOP_K, :n] = sampling.top_k
-        # Little-endian, as every host of an NVIDIA GPU is.
-        block[SEED_LOW, :n] = seeds[:, 0]
-        block[SEED_HIGH, :n] = seeds[:, 1]
-        block[IS_GREEDY, :n] = sampling.is_greedy
-        floats[TEMPERATURE, :n] = sampling.temperature
-        floats[TOP_P, :n] = sampling.top_p
-        floats[MIN_P, :n] = sampling.min_p
+
+def write_rows(block: Int32Array, plan: StepPlan) -> None:
+    """Fills a row block's first columns; those beyond the plan's rows stay as they are."""
+    n = plan.num_rows
+    sampling = plan.sampling
+    lens = plan.cached_lens + plan.extend_lens
+    floats: NDArray[np.float32] = block.view(np.float32)
+    seeds = sampling.seeds.view(np.int32).reshape(n, 2)
+    block[ROWS, :n] = plan.rows
+    block[CACHED_LENS, :n] = plan.cached_lens
+    block[WRITE_ROWS, :n] = plan.write_rows
+    block[POSITIONS, :n] = lens
+    block[LAST_TOKENS, :n] = np.cumsum(plan.extend_lens) - 1
+    block[TOP_K, :n] = sampling.top_k
+    # Little-endian, as every host of an NVIDIA GPU is.
+    block[SEED_LOW, :n] = seeds[:, 0]
+    block[SEED_HIGH, :n] = seeds[:, 1]
+    block[IS_GREEDY, :n] = sampling.is_greedy
+    floats[TEMPERATURE, :n] = sampling.temperature
+    floats[TOP_P, :n] = sampling.top_p
+    floats[MIN_P, :n] = sampling.min_p
 
 
 def align_words(num_words: int) -> int:
@@ -155,34 +170,3 @@ def padding_block(dummy_row: int, num_columns: int) -> torch.Tensor:
     block[IS_GREEDY] = 1
     block.view(np.float32)[[TEMPERATURE, TOP_P]] = 1.0
     return torch.from_numpy(block)
-
-
-def dummy_plan(dummy_row: int, *, num_decode: int) -> StepPlan:
-    """A step of so many decode rows and one prefill row, all the dummy row: it changes nothing."""
-    num_rows = num_decode + 1
-    rows = np.full(num_rows, dummy_row, np.int32)
-    zeros = np.zeros(num_rows, np.int32)
-    nothing = np.empty(0, np.int32)
-    ones = np.ones(num_rows, np.float32)
-    return StepPlan(
-        step_id=-1,
-        num_decode=num_decode,
-        rows=rows,
-        cached_lens=zeros,
-        extend_lens=np.ones(num_rows, np.int32),
-        prefill_token_ids=np.zeros(1, np.int32),
-        write_rows=rows,
-        samples=np.ones(num_rows, np.bool_),
-        prompt_lens=zeros,
-        page_rows=nothing,
-        page_columns=nothing,
-        page_ids=nothing,
-        sampling=SamplingBatch(
-            temperature=ones,
-            top_k=zeros,
-            top_p=ones,
-            min_p=np.zeros(num_rows, np.float32),
-            seeds=np.zeros(num_rows, np.uint64),
-            is_greedy=np.ones(num_rows, np.bool_),
-        ),
-    )
