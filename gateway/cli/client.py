@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -39,6 +39,22 @@ class Answer:
     request_id: str
     text: str
     finished: pb.Finished
+    index: int = 0
+    # One to one with the tokens, where they were asked for.
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What has come of one completion."""
+
+    request_id: str
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+
+    def answer(self, finished: pb.Finished) -> Answer:
+        logprobs = [*self.logprobs, *finished.trailing_logprobs]
+        return Answer(self.request_id, "".join(self.texts), finished, finished.index, logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +108,41 @@ class Client:
             call.cancel()
 
     async def generate(self, request: pb.GenerateRequest, on_text: Callable[[str], None]) -> Answer:
-        """Streams a request, telling its text as it comes. Raises CallError."""
-        request_id, texts, finished = "", list[str](), pb.Finished()
+        """Streams a request of one completion, telling its text as it comes.
+
+        Raises CallError.
+        """
+        (answer,) = await self.generate_all(request, lambda _, text: on_text(text))
+        return answer
+
+    async def generate_all(
+        self,
+        request: pb.GenerateRequest,
+        on_text: Callable[[int, str], None] = lambda index, text: None,
+        on_end: Callable[[Answer], None] = lambda answer: None,
+    ) -> list[Answer]:
+        """Streams a request, telling the text and the end of each completion by its index.
+
+        Raises CallError.
+        """
+        gathered: dict[int, _Gathered] = {}
+        answers: dict[int, Answer] = {}
         async with aclosing(self.stream(request)) as events:
             async for event in events:
-                if event.HasField("started"):
-                    request_id = event.started.request_id
-                elif event.HasField("delta"):
-                    texts.append(event.delta.text)
-                    on_text(event.delta.text)
-                elif event.HasField("finished"):
-                    finished = event.finished
-        return Answer(request_id, "".join(texts), finished)
+                match event.WhichOneof("event"):
+                    case "started":
+                        index = event.started.index
+                        gathered[index] = _Gathered(event.started.request_id)
+                    case "delta":
+                        delta = event.delta
+                        gathered[delta.index].texts.append(delta.text)
+                        gathered[delta.index].logprobs.extend(delta.logprobs)
+                        on_text(delta.index, delta.text)
+                    case "finished":
+                        index = event.finished.index
+                        answers[index] = gathered[index].answer(event.finished)
+                        on_end(answers[index])
+        return [answers[index] for index in sorted(answers)]
 
     async def model(self) -> pb.GetModelResponse:
         """What is served. Raises CallError."""

@@ -33,7 +33,8 @@ async def demo(
 
     async def ask(pair: Pair) -> None:
         message = pb.ChatMessage(role="user", content=question)
-        request = build_request(GenerateOptions(temperature=0.0, max_tokens=128), [message])
+        greedy = GenerateOptions(max_tokens=128, sampling=pb.SamplingParams(temperature=0))
+        request = build_request(greedy, [message])
         console.print(f"\n[bold]{escape(question)}[/]")
         target = Target(pair.gateway.address, token, _ANSWER_TIMEOUT_S)
         async with Client(target) as client:

@@ -23,6 +23,35 @@ from gateway.cli.client import CallError, Target
 from gateway.cli.generate import GenerateOptions, build_request, generate_json
 from gateway.cli.generate import generate as stream_generate
 from gateway.cli.model import show_model
+from gateway.cli.options import (
+    Address,
+    AsJson,
+    Choice,
+    FrequencyPenalty,
+    Grammar,
+    JsonObject,
+    JsonSchema,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Model,
+    NumCompletions,
+    NumLogprobs,
+    PresencePenalty,
+    Regex,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    TemplateKwargs,
+    Timeout,
+    Token,
+    TopK,
+    TopP,
+    WorkerArguments,
+    structured_output,
+)
 from gateway.cli.terminal import stderr_console, write_error
 from gateway.cli.trace_file import TraceError
 from shared.pb.tandem.v1 import inference_pb2 as pb
@@ -55,40 +84,6 @@ _PASS_THROUGH = {
     "ignore_unknown_options": True,
     "help_option_names": [],
 }
-
-_UINT32_MAX = 2**32 - 1
-_UINT64_MAX = 2**64 - 1
-_INT32_MAX = 2**31 - 1
-
-Address = Annotated[
-    str, typer.Option(help="The gateway, host:port.", envvar="TANDEM_ADDRESS", show_default=True)
-]
-Token = Annotated[
-    str, typer.Option(help="The gateway's bearer token, if it wants one.", envvar="TANDEM_TOKEN")
-]
-Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole call.", min=0.001)]
-WorkerArguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[-- WORKER FLAGS]", help="As `tandem worker --help` lists them."),
-]
-Model = Annotated[
-    str, typer.Option(help="A folder, a GGUF file or a hub id. Not set: the built-in one.")
-]
-System = Annotated[str, typer.Option(help="The system message of a chat.")]
-MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens to sample.", min=0, max=_UINT32_MAX)
-]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopK = Annotated[
-    int | None,
-    typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", min=-1, max=_INT32_MAX),
-]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens that reach p.")]
-Seed = Annotated[
-    int | None, typer.Option(help="Same seed, same completion.", min=0, max=_UINT64_MAX)
-]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Write one JSON object instead.")]
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_WORKER_ADDRESS = "127.0.0.1:50052"
@@ -167,20 +162,51 @@ def generate(
         typer.Option("--chat/--raw", help="As a user's chat message, or as it stands."),
     ] = True,
     system: System = "",
+    template_kwargs: TemplateKwargs = "",
+    n: NumCompletions = None,
     max_tokens: MaxTokens = None,
+    min_tokens: MinTokens = 0,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
     seed: Seed = None,
     stop: Stop = None,
+    logprobs: NumLogprobs = None,
+    json_schema: JsonSchema = "",
+    json_object: JsonObject = False,
+    regex: Regex = "",
+    grammar: Grammar = "",
+    choice: Choice = None,
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stream one completion to the terminal."""
+    """Stream a completion, or several, to the terminal."""
+    sampling = pb.SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        seed=seed,
+    )
     options = GenerateOptions(
-        is_chat, system, max_tokens, temperature, top_k, top_p, seed, stop or ()
+        is_chat=is_chat,
+        system=system,
+        template_kwargs_json=template_kwargs,
+        max_tokens=max_tokens,
+        num_completions=n,
+        sampling=sampling,
+        stopping=pb.StopConditions(stop_strings=stop, min_tokens=min_tokens),
+        output=pb.OutputOptions(logprobs=logprobs),
+        structured_output=structured_output(json_schema, json_object, regex, grammar, choice),
     )
     request = build_request(options, [pb.ChatMessage(role="user", content=_prompt(prompt))])
     run = generate_json if as_json else stream_generate
@@ -190,10 +216,15 @@ def generate(
 @app.command()
 def chat(
     system: System = "",
+    template_kwargs: TemplateKwargs = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
     seed: Seed = None,
     stop: Stop = None,
     address: Address = DEFAULT_ADDRESS,
@@ -201,7 +232,22 @@ def chat(
     timeout: Annotated[float | None, typer.Option(help="Seconds for an answer.")] = None,
 ) -> None:
     """Talk with the model; /help lists what a line can do."""
-    options = GenerateOptions(True, system, max_tokens, temperature, top_k, top_p, seed, stop or ())
+    options = GenerateOptions(
+        system=system,
+        template_kwargs_json=template_kwargs,
+        max_tokens=max_tokens,
+        sampling=pb.SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            seed=seed,
+        ),
+        stopping=pb.StopConditions(stop_strings=stop),
+    )
     run_chat(Target(address, token, timeout), options)
 
 

@@ -1,9 +1,11 @@
 """What the command line writes: a model's text to stdout, everything else to stderr."""
 
+import math
 import sys
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
+from rich.table import Table
 
 from gateway.cli.client import Answer
 from shared.pb.tandem.v1 import inference_pb2 as pb
@@ -56,8 +58,47 @@ def write_usage(console: Console, finished: pb.Finished) -> None:
     console.print(f"[dim]{_plain(usage_line(finished))}[/]")
 
 
+def write_title(console: Console, title: str) -> None:
+    """Above one of several completions."""
+    console.print(f"[bold]── {_plain(title)} ──[/]")
+
+
+def write_logprobs(console: Console, answer: Answer) -> None:
+    """A line for each token: itself, how likely it was, and the likeliest at its place.
+
+    Nothing where no log-probabilities were asked for.
+    """
+    if not answer.logprobs:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("token")
+    for name in ("logprob", "p", "rank"):
+        table.add_column(name, justify="right")
+    if any(place.top for place in answer.logprobs):
+        table.add_column("likeliest", overflow="fold")
+    for place in answer.logprobs:
+        chosen = place.chosen
+        likeliest = "  ".join(f"{_shown(top)} {_percent(top)}" for top in place.top)
+        table.add_row(
+            _plain(_shown(chosen)),
+            f"{chosen.logprob:.3f}",
+            _percent(chosen),
+            str(chosen.rank),
+            *([_plain(likeliest)] if place.top else []),
+        )
+    console.print(table)
+
+
 def answer_json(answer: Answer) -> dict[str, object]:
-    """A whole completion as JSON: names as in the protos, every number a number."""
+    """The only completion of a request as JSON."""
+    whole = completion_json(answer)
+    # Not one of several, so it needs no number.
+    del whole["index"]
+    return {"request_id": answer.request_id, **whole}
+
+
+def completion_json(answer: Answer) -> dict[str, object]:
+    """A completion as JSON: names as in the protos, every number a number."""
     finished = MessageToDict(
         answer.finished,
         preserving_proto_field_name=True,
@@ -66,7 +107,28 @@ def answer_json(answer: Answer) -> dict[str, object]:
     # proto3 JSON writes 64-bit integers as strings.
     finished["seed"] = answer.finished.seed
     finished["finish_reason"] = _reason(answer.finished)
-    return {"request_id": answer.request_id, "text": answer.text, **finished}
+    # They are among the others.
+    del finished["trailing_logprobs"]
+    whole: dict[str, object] = {"text": answer.text, **finished}
+    if answer.logprobs:
+        whole["logprobs"] = [
+            MessageToDict(
+                place,
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
+            )
+            for place in answer.logprobs
+        ]
+    return whole
+
+
+def _shown(token: pb.TokenLogprob) -> str:
+    """So that spaces, line ends and control characters can be told from each other."""
+    return repr(token.text)
+
+
+def _percent(token: pb.TokenLogprob) -> str:
+    return f"{100 * math.exp(token.logprob):.1f}%"
 
 
 def _ending(finished: pb.Finished) -> str:

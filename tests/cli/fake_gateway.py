@@ -17,7 +17,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass
 class FakeGateway(pb_grpc.InferenceServiceServicer):
-    """Answers every request with `pieces`, or fails with `error` after them."""
+    """Answers every request with `pieces`, or fails with `error` after them.
+
+    Of several completions, the last gets its pieces first, each told apart by its index.
+    """
 
     pieces: Sequence[str] = ("Par", "is", ".")
     error: ServingError | None = None
@@ -32,13 +35,18 @@ class FakeGateway(pb_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         self.requests.append(request)
         try:
-            yield pb.GenerateStreamResponse(started=pb.Started(request_id="r1", prompt_tokens=5))
-            for piece in self.pieces:
-                yield pb.GenerateStreamResponse(delta=pb.Delta(text=piece))
-                await self.go_on.wait()
+            indices = range(max(request.n, 1))
+            for index in indices:
+                started = pb.Started(index=index, request_id="r1", prompt_tokens=5)
+                yield pb.GenerateStreamResponse(started=started)
+            for index in reversed(indices):
+                for piece in self.pieces:
+                    yield pb.GenerateStreamResponse(delta=self._delta(request, index, piece))
+                    await self.go_on.wait()
             if self.error is not None:
                 raise self.error
-            yield pb.GenerateStreamResponse(finished=self._finished())
+            for index in reversed(indices):
+                yield pb.GenerateStreamResponse(finished=self._finished(index))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -48,8 +56,21 @@ class FakeGateway(pb_grpc.InferenceServiceServicer):
             raise self.error
         return pb.GetModelResponse(model="tiny", dtype="float32", eos_token_ids=[2, 7])
 
-    def _finished(self) -> pb.Finished:
+    def _delta(self, request: pb.GenerateRequest, index: int, piece: str) -> pb.Delta:
+        delta = pb.Delta(index=index, text=f"{index}{piece}" if request.n > 1 else piece)
+        if request.output.HasField("logprobs"):
+            other = pb.TokenLogprob(token_id=8, text="[\x1b", token_bytes=b"[\x1b", rank=1)
+            delta.logprobs.add(
+                chosen=pb.TokenLogprob(
+                    token_id=7, text=piece, token_bytes=piece.encode(), logprob=-0.5, rank=2
+                ),
+                top=[other] * request.output.logprobs,
+            )
+        return delta
+
+    def _finished(self, index: int = 0) -> pb.Finished:
         return pb.Finished(
+            index=index,
             finish_reason=pb.FINISH_REASON_STOP,
             eos_token_id=2,
             usage=pb.Usage(prompt_tokens=5, completion_tokens=4),
