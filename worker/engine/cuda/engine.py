@@ -6,10 +6,10 @@ wrote them on the device, so step N+1 can be queued while step N runs and nothin
 the host. Sampled tokens are copied to pinned memory; an event says when they are there.
 
 A step with masked rows is queued up to its ordinary draw, and the rest of it when the masks
-come. Nothing on the device waits for them, so a step that never gets them is just dropped.
+come, with the step that was launched since, if one was. Nothing on the device waits for
+masks, so a step that never gets them is just dropped.
 """
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from worker.engine.cuda.clock import DeviceClock, StepTiming
 from worker.engine.cuda.decode_attention import DecodeShape, DecodeWork
 from worker.engine.cuda.features import Drawn, FeaturedSampling, FeaturedStep
 from worker.engine.cuda.graphs import DecodeGraphs
+from worker.engine.cuda.handle import CudaStep, Results, Undrawn
 from worker.engine.cuda.ops import CudaOps
 from worker.engine.cuda.packing import pack
 from worker.engine.cuda.row_params import RowParams
@@ -39,7 +40,6 @@ from worker.engine.cuda.staging import (
     NUM_FIELDS,
     ROWS,
     WRITE_ROWS,
-    Slot,
     Staged,
     Staging,
     align_words,
@@ -48,7 +48,7 @@ from worker.engine.cuda.staging import (
 from worker.engine.cuda.step_kernels import begin_step, expand_tokens
 from worker.engine.cuda.warm_up import dummy_plan, featured_plan
 from worker.models.decoder import Decoder
-from worker.step import EngineInfo, Int32Array, StepPlan, StepResult
+from worker.step import EngineInfo, Int32Array, StepPlan
 
 # A result may be read until its place comes round again; at most two steps are in flight.
 _NUM_RESULTS = 4
@@ -82,65 +82,6 @@ class Memory:
         return table
 
 
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """Where a step's results will be once its end event has fired."""
-
-    host_token_ids: torch.Tensor
-    timing: StepTiming
-    featured: FeaturedStep | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Undrawn:
-    """A step with features of which all is queued but the draw of its entries."""
-
-    step: FeaturedStep
-    drawn: Drawn
-    # Holds the step's words until they are read.
-    slot: Slot
-
-
-class CudaStep:
-    """A step that was queued, but for what waits for its masks."""
-
-    def __init__(
-        self, engine: "CudaEngine", results: _Results, undrawn: _Undrawn | None = None
-    ) -> None:
-        self._engine = engine
-        self._results = results
-        self._undrawn = undrawn
-        self._error: EngineError | None = None
-
-    def provide_masks(self, bitmasks: Int32Array) -> None:
-        assert self._undrawn is not None, "a step has its masks, or needs none"
-        undrawn, self._undrawn = self._undrawn, None
-        try:
-            self._engine.draw_masked(undrawn, bitmasks, self._results)
-        except EngineError as error:
-            # Ends the step in its turn.
-            self._error = error
-
-    def result(self) -> StepResult:
-        assert self._undrawn is None, "a step's masks come before its result"
-        if self._error is not None:
-            raise self._error
-        results = self._results
-        waited_from = time.monotonic()
-        try:
-            results.timing.end.synchronize()
-            times = self._engine.clock.times(
-                results.timing, waited_from=waited_from, now=time.monotonic()
-            )
-        except RuntimeError as error:
-            raise self._engine.fault(error) from error
-        token_ids = results.host_token_ids.numpy().copy()
-        faulty = token_ids < 0
-        token_ids[faulty] = 0
-        logprobs = None if results.featured is None else results.featured.logprobs()
-        return StepResult(token_ids, faulty, *times, logprobs)
-
-
 class CudaEngine:
     """The engine of one GPU. `close` it, on the thread that launches."""
 
@@ -163,6 +104,10 @@ class CudaEngine:
         self._info = info
         self._shape = memory.shape
         self._lost: str | None = None
+        self._is_closed = False
+        # Whether the last step waits for masks, and what was launched behind it.
+        self._waits = False
+        self._behind: tuple[StepPlan, CudaStep] | None = None
         self._scheduler_stream = torch.cuda.Stream(device)
         self._engine_stream = torch.cuda.Stream(device)
         with torch.inference_mode(), torch.cuda.stream(self._engine_stream):
@@ -201,8 +146,7 @@ class CudaEngine:
             dummy_plan(dummy_row, num_decode=1),
             featured_plan(dummy_row),
         ):
-            with torch.inference_mode():
-                step = self._launch(plan)
+            step = self.launch(plan)
             if len(plan.masked):
                 step.provide_masks(np.full((1, mask_words(vocab_size)), -1, np.int32))
             step.result()
@@ -213,13 +157,25 @@ class CudaEngine:
 
     def launch(self, plan: StepPlan) -> CudaStep:
         """Queues a step. Raises EngineError; EngineLostError if the CUDA context is lost."""
-        if self._lost is not None:
-            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
-        try:
-            with torch.inference_mode():
-                return self._launch(plan)
-        except RuntimeError as error:
-            raise self.fault(error) from error
+        step = CudaStep(self)
+        if self._waits:
+            # Its inputs are still to be drawn.
+            assert self._behind is None, "at most one other step is in flight"
+            self._behind = plan, step
+        else:
+            self._queue(plan, step)
+        return step
+
+    def resume(self) -> None:
+        """Queues what was launched behind a step that has now been drawn, or given up."""
+        self._waits = False
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            plan, step = behind
+            try:
+                self._queue(plan, step)
+            except EngineError as error:
+                step.failed(error)
 
     def fault(self, error: RuntimeError) -> EngineError:
         """What a CUDA error means for the step that met it; notes if it was the last one."""
@@ -230,17 +186,9 @@ class CudaEngine:
             return EngineLostError(f"the CUDA context is lost: {error}")
         return EngineError(f"the step failed on the device: {error}")
 
-    def close(self) -> None:
-        if self._lost is not None:
-            # Nothing can be freed any more; the driver does it when the process ends.
-            return
-        torch.cuda.synchronize()
-        self._graphs.close()
-
-    def draw_masked(self, undrawn: _Undrawn, bitmasks: Int32Array, results: _Results) -> None:
+    def draw_masked(self, undrawn: Undrawn, bitmasks: Int32Array, results: Results) -> None:
         """Queues the rest of a step that waited for masks. Raises EngineError."""
-        if self._lost is not None:
-            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
+        self._check_usable()
         stream, masks = self._engine_stream, self._featured.masks
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
@@ -251,7 +199,30 @@ class CudaEngine:
         except RuntimeError as error:
             raise self.fault(error) from error
 
-    def _launch(self, plan: StepPlan) -> CudaStep:
+    def close(self) -> None:
+        self._is_closed = True
+        if self._lost is not None:
+            # Nothing can be freed any more; the driver does it when the process ends.
+            return
+        torch.cuda.synchronize()
+        self._graphs.close()
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+
+    def _queue(self, plan: StepPlan, step: CudaStep) -> None:
+        self._check_usable()
+        try:
+            with torch.inference_mode():
+                step.queued(*self._launch(plan))
+        except RuntimeError as error:
+            raise self.fault(error) from error
+        self._waits = len(plan.masked) > 0
+
+    def _launch(self, plan: StepPlan) -> tuple[Results, Undrawn | None]:
         is_decode = plan.num_decode == plan.num_rows
         graph_batch = self._graphs.batch_for(plan.num_rows) if is_decode else None
         num_columns = align_words(graph_batch or plan.num_rows)
@@ -276,23 +247,23 @@ class CudaEngine:
                 logits = self._extend(plan, staged, featured)
             host = self._host_token_ids[self._num_launched % _NUM_RESULTS, : plan.num_rows]
             self._num_launched += 1
-            results = _Results(host, timing, featured)
+            results = Results(host, timing, featured)
             if featured is not None:
                 block = inputs.view(NUM_FIELDS, num_columns)
                 drawn = Drawn(block, logits, self._token_ids, self._token_pool)
-                undrawn = _Undrawn(featured, drawn, staged.slot)
+                undrawn = Undrawn(featured, drawn, staged.slot)
                 if len(plan.masked):
-                    return CudaStep(self, results, undrawn)
+                    return results, undrawn
                 self._draw(undrawn)
             self._queue_results(results)
-        return CudaStep(self, results)
+        return results, None
 
-    def _draw(self, undrawn: _Undrawn) -> None:
+    def _draw(self, undrawn: Undrawn) -> None:
         self._featured.draw(undrawn.step, undrawn.drawn)
         # Later than the step's inputs, which were read before: the slot is free only now.
         undrawn.slot.read.record(self._engine_stream)
 
-    def _queue_results(self, results: _Results) -> None:
+    def _queue_results(self, results: Results) -> None:
         host = results.host_token_ids
         host.copy_(self._token_ids[: len(host)], non_blocking=True)
         results.timing.end.record(self._engine_stream)

@@ -41,8 +41,12 @@ class Staged:
     prefill_rows: torch.Tensor
     # [num_rows] index of each row's first token in the step.
     first_tokens: torch.Tensor
-    # Whatever else was to travel with the plan.
-    extra: torch.Tensor
+    # Where what else was to travel with the plan lies.
+    extra_words: slice
+
+    @property
+    def extra(self) -> torch.Tensor:
+        return self.slot.device_words[self.extra_words]
 
     @property
     def row_block(self) -> torch.Tensor:
@@ -117,7 +121,7 @@ class Staging:
             prefill_token_ids=device[places[2]],
             prefill_rows=device[places[3]],
             first_tokens=device[places[4]],
-            extra=device[places[5]],
+            extra_words=places[5],
         )
 
     def _write(self, host: Int32Array, places: list[slice], plan: StepPlan) -> None:

@@ -1,0 +1,350 @@
+"""The whole generation API on the CUDA engine, under the scheduler."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shared.errors import EngineError
+from shared.types import SamplingParams, StructuredOutput, StructureKind
+from tests.worker.engine.plans import PlanBuilder
+from tests.worker.engine.serving import Entry, Served, Server, bitmasks_of
+from tests.worker.models.tiny import SHAPES, VOCAB_SIZE, write_checkpoint
+from worker.engine.adjustments import RowAdjustment
+from worker.messages import NewRequest
+from worker.scheduler.config import SchedulerConfig
+from worker.step import Int32Array, RowOpening, StepPlan
+
+pytest.importorskip("flashinfer", reason="FlashInfer is an extra for machines with a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+from worker.checkpoint.open import open_checkpoint  # noqa: E402
+from worker.engine.cuda.engine import CudaEngine  # noqa: E402
+from worker.engine.cuda.open import CudaOptions, open_cuda_engine  # noqa: E402
+
+EOS = 2
+ANY_RULE = StructuredOutput(StructureKind.REGEX, ".*")
+OPTIONS = CudaOptions(max_rows=8, token_budget=64, kv_pages=256)
+CONFIG = SchedulerConfig(token_budget=64, max_running=8, check_integrity=True)
+# Of a log-probability, between bfloat16 arithmetic and float32's.
+ROUNDING = 0.06
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3")
+    write_checkpoint(folder, SHAPES[-2]).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded
+
+
+def opened(folder: Path, options: CudaOptions = OPTIONS) -> CudaEngine:
+    checkpoint = open_checkpoint(
+        str(folder), cache_dir=folder / "cache", progress=lambda message: None
+    )
+    return open_cuda_engine(checkpoint, options, lambda message: None)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[CudaEngine]:
+    engine = opened(folder)
+    yield engine
+    engine.close()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
+
+
+def request(uid: int, prompt: list[int], max_tokens: int = 16, **fields: Any) -> NewRequest:
+    fields.setdefault("sampling", SamplingParams(temperature=0.0))
+    return NewRequest(uid, np.array(prompt, np.int32), max_tokens, **fields)
+
+
+def varied(num_tokens: int = 20) -> list[NewRequest]:
+    """One request for each way of drawing, as many as there are rows."""
+    params = [
+        SamplingParams(temperature=1.0, seed=1, repetition_penalty=1.4),
+        SamplingParams(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5),
+        SamplingParams(temperature=1.2, seed=2, top_k=20, min_p=0.01, presence_penalty=-1.0),
+        SamplingParams(temperature=0.8, seed=3, top_p=0.9, logit_bias=((7, 5.0), (8, -100.0))),
+        SamplingParams(temperature=1.0, seed=4, allowed_token_ids=tuple(range(10, 60))),
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=1.0, seed=6, top_k=20, top_p=0.9),
+        SamplingParams(temperature=0.0),
+    ]
+    return [
+        request(uid, prompt_of(9 + 4 * uid, uid), num_tokens, sampling=one, ignore_eos=True)
+        for uid, one in enumerate(params, 1)
+    ]
+
+
+def tokens_of(served: list[Served]) -> list[list[int]]:
+    return [one.token_ids for one in served]
+
+
+def test_overlap_changes_no_token_of_any_way_of_drawing(engine: CudaEngine) -> None:
+    served = [
+        tokens_of(Server(engine, config=CONFIG, overlap=on).serve(*varied()))
+        for on in (True, False)
+    ]
+    assert served[0] == served[1]
+    assert all(len(tokens) == 20 for tokens in served[0])
+
+
+def test_greedy_tokens_with_penalties_are_the_best_of_adjusted_logits(
+    engine: CudaEngine, model: PreTrainedModel
+) -> None:
+    params = SamplingParams(
+        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4
+    )
+    requests = [
+        request(uid, prompt_of(20, uid), 40, sampling=params, ignore_eos=True)
+        for uid in range(1, 9)
+    ]
+    served = Server(engine, config=CONFIG).serve(*requests)
+    for asked, given in zip(requests, served, strict=True):
+        prompt = asked.prompt_token_ids.tolist()
+        logits = logits_of(model, [*prompt, *given.token_ids])[len(prompt) - 1 :]
+        adjustment = RowAdjustment(penalised(asked))
+        for i, token in enumerate(given.token_ids):
+            values = logits[i].numpy().copy()
+            adjustment.apply(values, len(prompt) + i)
+            adjustment.count(token)
+            # One token counted late is a step of 0.7; rounding is far smaller.
+            assert values[token] > values.max() - 0.3
+
+
+def penalised(asked: NewRequest) -> RowOpening:
+    params, nothing = asked.sampling, np.empty(0, np.int32)
+    return RowOpening(
+        row=0,
+        token_ids=asked.prompt_token_ids,
+        prompt_len=len(asked.prompt_token_ids),
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bias_ids=nothing,
+        bias_values=np.empty(0, np.float32),
+        allowed_ids=None,
+        banned_ids=nothing,
+        min_len=0,
+    )
+
+
+def test_only_allowed_ids_and_never_a_forbidden_bias_are_drawn(engine: CudaEngine) -> None:
+    allowed = (11, 50, 51)
+    one = SamplingParams(temperature=3.0, seed=9, allowed_token_ids=allowed)
+    other = SamplingParams(temperature=3.0, seed=9, logit_bias=((77, 100.0),))
+    first, second = Server(engine, config=CONFIG).serve(
+        request(1, prompt_of(5, 2), 40, sampling=one),
+        request(2, prompt_of(5, 2), 10, sampling=other),
+    )
+    assert set(first.token_ids) <= set(allowed)
+    assert len(set(first.token_ids)) > 1
+    assert set(second.token_ids) == {77}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_request_ends_before_its_min_tokens(engine: CudaEngine, overlap: bool) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, logit_bias=((EOS, 60.0), (5, 55.0)))
+    requests = [
+        request(
+            1 + min_tokens,
+            prompt_of(12, 3),
+            20,
+            min_tokens=min_tokens,
+            sampling=params,
+            stop_token_ids=(5,),
+        )
+        for min_tokens in range(7)
+    ]
+    served = Server(engine, config=CONFIG, overlap=overlap).serve(*requests)
+    assert [len(one.token_ids) for one in served] == list(range(7))
+    assert {one.finished.matched_token_id for one in served} == {EOS}
+
+
+def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def assert_logprobs(
+    entries: list[Entry], tokens: list[int], logits: torch.Tensor, num_top: int
+) -> None:
+    """Entry i is of tokens[i], which logits[i] predict."""
+    wanted = torch.log_softmax(logits.double(), dim=-1)
+    assert [entry.token_id for entry in entries] == tokens
+    for i, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(wanted[i, entry.token_id]), abs=ROUNDING)
+        mine = wanted[i, entry.token_id]
+        surely, perhaps = (
+            1 + int((wanted[i] > mine + margin).sum()) for margin in (ROUNDING, -ROUNDING)
+        )
+        assert surely <= entry.rank <= perhaps
+        assert len(entry.top_ids) == num_top == len(set(entry.top_ids))
+        top = wanted[i].topk(num_top).values.tolist()
+        assert list(entry.top_logprobs) == pytest.approx(top, abs=ROUNDING)
+        given = wanted[i, torch.tensor(entry.top_ids, dtype=torch.int64)].tolist()
+        assert list(entry.top_logprobs) == pytest.approx(given, abs=ROUNDING)
+
+
+# Alone, in a graph with padding, and in the largest graph: each has its logits elsewhere.
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_logprobs_are_those_of_transformers(
+    engine: CudaEngine, model: PreTrainedModel, count: int
+) -> None:
+    params = SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.5, top_k=30)
+    requests = [
+        request(
+            uid,
+            # Longer than the budget, so that it comes in chunks, and they in slices.
+            prompt_of(90 + uid, uid),
+            12,
+            sampling=params if uid % 2 else SamplingParams(temperature=1.0, seed=uid),
+            ignore_eos=True,
+            logprobs=5,
+            prompt_logprobs=20,
+        )
+        for uid in range(1, count + 1)
+    ]
+    for overlap in (True, False):
+        served = Server(engine, config=CONFIG, overlap=overlap).serve(*requests)
+        for asked, given in zip(requests, served, strict=True):
+            prompt = asked.prompt_token_ids.tolist()
+            logits = logits_of(model, [*prompt, *given.token_ids])
+            output = logits[len(prompt) - 1 : -1]
+            assert_logprobs(given.logprobs, given.token_ids, output, 5)
+            assert_logprobs(given.prompt_logprobs, prompt[1:], logits[: len(prompt) - 1], 20)
+
+
+def test_graphs_change_nothing_of_what_features_give(engine: CudaEngine, folder: Path) -> None:
+    requests = [replace(one, logprobs=3) for one in varied()]
+    with_graphs = Server(engine, config=CONFIG).serve(*requests)
+    eager = opened(folder, replace(OPTIONS, graphs=False))
+    try:
+        without = Server(eager, config=CONFIG).serve(*requests)
+    finally:
+        eager.close()
+    assert tokens_of(with_graphs) == tokens_of(without)
+    assert [one.logprobs for one in with_graphs] == [one.logprobs for one in without]
+
+
+def test_features_survive_preemption(folder: Path, model: PreTrainedModel) -> None:
+    cramped = opened(folder, replace(OPTIONS, kv_pages=36))
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(11, 12, 13, 14))
+    balanced = replace(params, frequency_penalty=2.0)
+    requests = [
+        request(uid, prompt_of(60, uid), 80, sampling=balanced, ignore_eos=True, prompt_logprobs=1)
+        for uid in range(1, 9)
+    ]
+    try:
+        server = Server(cramped, config=CONFIG)
+        served = server.serve(*requests)
+    finally:
+        cramped.close()
+    assert server.scheduler.load().preemptions > 0
+    for asked, given in zip(requests, served, strict=True):
+        counts = np.bincount(given.token_ids, minlength=15)[11:15]
+        # A count that was forgotten, or made twice, would favour another of the four.
+        assert counts.max() - counts.min() <= 2
+        prompt = asked.prompt_token_ids.tolist()
+        assert_logprobs(given.prompt_logprobs, prompt[1:], logits_of(model, prompt)[:-1], 1)
+
+
+def only(*allowed: int) -> Int32Array:
+    flags = np.zeros((1, VOCAB_SIZE), np.bool_)
+    flags[0, list(allowed)] = True
+    return bitmasks_of(flags)
+
+
+def by_position(plan: StepPlan) -> Int32Array:
+    positions = (plan.cached_lens + plan.extend_lens)[plan.masked]
+    return np.concatenate([only(int(at) % VOCAB_SIZE, 3) for at in positions])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_masks_decide_what_their_rows_may_sample_and_nothing_of_others(
+    engine: CudaEngine, overlap: bool
+) -> None:
+    free = [
+        request(uid, prompt_of(10, uid), 12, ignore_eos=True, sampling=SamplingParams(seed=uid))
+        for uid in range(1, 5)
+    ]
+    bound = [
+        request(
+            uid,
+            prompt_of(10, uid),
+            12,
+            sampling=SamplingParams(temperature=2.0, seed=uid, presence_penalty=0.5),
+            structured_output=ANY_RULE,
+            ignore_eos=True,
+        )
+        for uid in range(5, 9)
+    ]
+    # The same batches, so that the free ones' logits are the same.
+    unbound = [replace(one, structured_output=None) for one in bound]
+    wanted = tokens_of(Server(engine, config=CONFIG).serve(*free, *unbound))[:4]
+    server = Server(engine, config=CONFIG, overlap=overlap, masks=by_position)
+    served = server.serve(*free, *bound)
+    assert tokens_of(served[:4]) == wanted
+    for one in served[4:]:
+        assert len(one.token_ids) == 12
+        assert all(t in (3, 10 + i) for i, t in enumerate(one.token_ids))
+
+
+def builder() -> PlanBuilder:
+    return PlanBuilder(page_size=16, num_pages=256, max_rows=8)
+
+
+def test_a_step_behind_one_that_waits_for_masks_reads_what_it_draws(engine: CudaEngine) -> None:
+    plans, masked = builder(), np.zeros(1, np.int32)
+    first = replace(plans.plan(prefill={0: prompt_of(6, 1)}), masked=masked)
+    second = replace(plans.plan(decode=[0]), masked=masked)
+    steps = [engine.launch(first), engine.launch(second)]
+    reused = only(17)
+    steps[0].provide_masks(reused)
+    reused[:] = only(18)
+    steps[1].provide_masks(reused)
+    third = engine.launch(plans.plan(decode=[0]))
+    assert [step.result().token_ids.tolist() for step in steps] == [[17], [18]]
+    plain = builder()
+    alone = engine.launch(plain.plan(prefill={0: [*prompt_of(6, 1), 17, 18]}))
+    told, wanted = third.result(), alone.result()
+    assert not told.faulty.any()
+    assert told.token_ids.tolist() == wanted.token_ids.tolist()
+
+
+def test_a_mask_that_allows_nothing_makes_its_own_row_faulty(engine: CudaEngine) -> None:
+    plan = builder().plan(prefill={0: prompt_of(6, 1), 1: prompt_of(6, 1)})
+    step = engine.launch(replace(plan, masked=np.array([1], np.int32)))
+    step.provide_masks(only())
+    assert step.result().faulty.tolist() == [False, True]
+
+
+def test_closing_gives_up_steps_that_never_get_their_masks(folder: Path) -> None:
+    engine, plans = opened(folder), builder()
+    masked = np.zeros(1, np.int32)
+    steps = [
+        engine.launch(replace(plans.plan(prefill={0: prompt_of(6, 1)}), masked=masked)),
+        engine.launch(replace(plans.plan(decode=[0]), masked=masked)),
+    ]
+    engine.close()
+    for step in steps:
+        step.provide_masks(only(1))
+        with pytest.raises(EngineError):
+            step.result()
