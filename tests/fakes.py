@@ -93,7 +93,7 @@ class FakeEngine:
         self._gate = threading.Semaphore(0) if gated else None
         self._changed = threading.Condition()
         self._openings: dict[int, RowOpening] = {}
-        self._spoilt_at = -2
+        self._spoilt: set[int] = set()
         self.log: list[tuple[str, int]] = []
         self.plans: list[StepPlan] = []
         # By step: how it fails. "lost": nothing of it happens; "garbage": wrong KV is written;
@@ -114,7 +114,7 @@ class FakeEngine:
             self.plans.append(plan)
             self._changed.notify_all()
         if self.failures.get(plan.step_id) == "refused":
-            self._spoilt_at = plan.step_id
+            self._spoilt.add(plan.step_id)
             raise EngineError("refused")
         step = FakeStep(self, plan)
         self._pending.append(step)
@@ -150,16 +150,16 @@ class FakeEngine:
             raise self.crashes[plan.step_id]
         failure = self.failures.get(plan.step_id)
         if failure is not None:
-            self._spoilt_at = plan.step_id
+            self._spoilt.add(plan.step_id)
         if failure == "lost":
             raise EngineError("lost")
         self._memory.write(plan)
         self._openings |= {opening.row: opening for opening in plan.openings}
         # What a step lost or spoilt is amiss in the next, which was planned without knowing.
-        if plan.step_id > self._spoilt_at + 1:
+        if plan.step_id - 1 not in self._spoilt:
             self._check_adjusted(plan)
         if any(step == plan.step_id for step, _ in self.faulty):
-            self._spoilt_at = plan.step_id
+            self._spoilt.add(plan.step_id)
         token_ids = np.array([self._sample(plan, i) for i in range(plan.num_rows)], np.int32)
         if failure == "garbage":
             self._spoil(plan, np.ones(plan.num_rows, np.bool_))

@@ -1,5 +1,7 @@
 """Which requests are taken into the queue at all, and the page arithmetic of letting them run."""
 
+from collections.abc import Collection
+
 import numpy as np
 
 from shared.errors import InvalidArgumentError, UnimplementedError
@@ -8,7 +10,7 @@ from worker.scheduler.rows import Phase, RowTable
 from worker.step import EngineInfo, Int32Array, Int64Array
 
 
-def check_request(new: NewRequest, info: EngineInfo) -> None:
+def check_request(new: NewRequest, info: EngineInfo, eos_token_ids: Collection[int]) -> None:
     """Raises ServingError for what could never run, naming the public field."""
     prompt_len = len(new.prompt_token_ids)
     if not prompt_len:
@@ -32,12 +34,26 @@ def check_request(new: NewRequest, info: EngineInfo) -> None:
             "stopping.min_tokens",
             f"must be 0 to max_tokens, which is {new.max_tokens}, got {new.min_tokens}",
         )
+    _check_something_is_left(new, eos_token_ids)
     if new.structured_output is not None and not info.has_logits:
         raise UnimplementedError("structured_output")
     _check_token_ids("prompt", new.prompt_token_ids, info.vocab_size)
     if new.stop_token_ids:
         stop_ids = np.array(new.stop_token_ids, np.int64)
         _check_token_ids("stopping.stop_token_ids", stop_ids, info.vocab_size)
+
+
+def _check_something_is_left(new: NewRequest, eos_token_ids: Collection[int]) -> None:
+    """Of the allowed ids, one at least must not be banned until min_tokens are sampled."""
+    allowed = set(new.sampling.allowed_token_ids)
+    if not allowed or not new.min_tokens:
+        return
+    banned = {*new.stop_token_ids, *(() if new.ignore_eos else eos_token_ids)}
+    if allowed <= banned:
+        raise InvalidArgumentError(
+            "sampling.allowed_token_ids",
+            "all of them would end the completion, which min_tokens forbids",
+        )
 
 
 def growth_reserve(rows: RowTable, headroom_tokens: int, page_size: int) -> int:

@@ -45,7 +45,7 @@ class Lifecycle:
     def num_running(self) -> int:
         return len(self.live) - len(self.waiting)
 
-    def enqueue(self, new: NewRequest, now: float) -> Request:
+    def enqueue(self, new: NewRequest, now: float, *, held: bool) -> Request:
         request = Request(
             new=new,
             arrival=self._num_arrivals,
@@ -56,7 +56,7 @@ class Lifecycle:
         )
         self._num_arrivals += 1
         self.live[request.uid] = request
-        self.waiting.push(request)
+        (self.waiting.hold if held else self.waiting.push)(request)
         self.expiries.watch(request)
         return request
 

@@ -25,7 +25,15 @@ from worker.scheduler.lifecycle import Lifecycle
 from worker.scheduler.logprobs import of_prompts, of_sampled, without_numbers
 from worker.scheduler.planner import Planner
 from worker.scheduler.rows import Phase
-from worker.step import BoolArray, EngineInfo, Int32Array, StepLogprobs, StepPlan, StepResult
+from worker.step import (
+    BoolArray,
+    EngineInfo,
+    Int32Array,
+    Int64Array,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+)
 
 
 class Scheduler:
@@ -47,6 +55,7 @@ class Scheduler:
         self._config = config
         self._info = info
         eos_ids = [token for token in eos_token_ids if token < info.vocab_size]
+        self._eos_token_ids = frozenset(eos_ids)
         self._lifecycle = Lifecycle(info, eos_ids, prefix_caching=config.prefix_caching)
         self._rows = self._lifecycle.rows
         self._planner = Planner(config, info, self._lifecycle)
@@ -70,11 +79,26 @@ class Scheduler:
         """Nodes of the radix tree, whose number should cost nothing."""
         return self._lifecycle.kv.tree.num_nodes
 
-    def add(self, new: NewRequest, now: float) -> int:
-        """Queues a request; returns how many wait ahead of it. Raises ServingError."""
+    def is_live(self, uid: int) -> bool:
+        return uid in self._lifecycle.live
+
+    def uids_of(self, rows: Int32Array) -> Int64Array:
+        """The requests that hold these rows."""
+        return self._rows.uids[rows]
+
+    def next_expiry(self) -> float | None:
+        """When `expire` will have something to do, if ever."""
+        return self._lifecycle.expiries.next_due()
+
+    def add(self, new: NewRequest, now: float, *, held: bool = False) -> int:
+        """Queues a request; returns how many wait ahead of it. Raises ServingError.
+
+        A held one waits, counts and expires like the others, but is not planned before
+        `release`.
+        """
         if new.uid in self._lifecycle.live:
             raise AlreadyExistsError(f"uid {new.uid} is live")
-        check_request(new, self._info)
+        check_request(new, self._info, self._eos_token_ids)
         # Those that can be admitted in the next step do not count as waiting.
         num_beyond = len(self._lifecycle.waiting) - max(0, self._planner.num_free_places)
         if num_beyond >= self._config.max_waiting:
@@ -83,7 +107,19 @@ class Scheduler:
                 f"the limit is {self._config.max_waiting}",
                 retry_after_ms=self._config.retry_after_ms,
             )
-        return self._lifecycle.enqueue(new, now).queue_position
+        return self._lifecycle.enqueue(new, now, held=held).queue_position
+
+    def release(self, uid: int) -> None:
+        """Lets a held request be planned; one that has ended meanwhile is passed over."""
+        request = self._lifecycle.live.get(uid)
+        if request is not None:
+            self._lifecycle.waiting.release(request)
+
+    def fail_request(self, uid: int, error: ServingError) -> None:
+        """Ends one request with an error; one that has ended already is passed over."""
+        request = self._lifecycle.live.get(uid)
+        if request is not None:
+            self._lifecycle.fail(request, error)
 
     def reject(self, uid: int, error: ServingError) -> None:
         """Tells of a request that was never taken up."""
@@ -115,7 +151,10 @@ class Scheduler:
         """The next step, which the caller must launch, or at least fail. None: not now."""
         plan = self._planner.plan(self._num_steps, now)
         if plan is None:
-            assert self._in_flight or not self._lifecycle.live, "nothing can go on"
+            lifecycle = self._lifecycle
+            assert self._in_flight or len(lifecycle.live) == lifecycle.waiting.num_held, (
+                "nothing can go on"
+            )
             return None
         self._num_steps += 1
         self._in_flight.append(plan.step_id)

@@ -31,6 +31,9 @@ class Outcome:
     accepted: bool = False
     queue_position: int = 0
     token_ids: list[int] = field(default_factory=list)
+    # (token id, logprob, rank) of each entry.
+    logprobs: list[tuple[int, float, int]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, float, int]] = field(default_factory=list)
     started: int = 0
     finished: list[pb.RequestFinished] = field(default_factory=list)
     failures: list[pb.Failure] = field(default_factory=list)
@@ -128,10 +131,21 @@ class GatewayLink:
         for handle, token_id in zip(output.handles, output.token_ids, strict=True):
             assert self[handle].accepted and not self[handle].num_endings
             self[handle].token_ids.append(token_id)
+        for logprobs in output.logprobs:
+            self._hear_logprobs(logprobs)
+        for handle in set(output.handles):
+            entries = self[handle].logprobs
+            assert not entries or [e[0] for e in entries] == self[handle].token_ids
         for finished in output.finished:
             self[finished.handle].finished.append(finished)
         for failed in output.failed:
             self[failed.handle].failures.append(failed.failure)
+
+    def _hear_logprobs(self, logprobs: pb.TokenLogprobs) -> None:
+        outcome = self[logprobs.handle]
+        entries = zip(logprobs.token_ids, logprobs.logprobs, logprobs.ranks, strict=True)
+        (outcome.prompt_logprobs if logprobs.prompt else outcome.logprobs).extend(entries)
+        assert len(logprobs.top_token_ids) == logprobs.num_top * len(logprobs.token_ids)
 
 
 @dataclass

@@ -116,6 +116,39 @@ async def test_an_abort_by_public_id_reaches_a_request_of_another_stream(
         await worker.assert_clean()
 
 
+async def test_completions_share_an_id_and_an_abort_by_it_ends_them_all(
+    make_worker: MakeWorker,
+) -> None:
+    async with make_worker(echo_step_ms=10) as worker:
+        one, other = worker.link(), worker.link()
+        for link, handle, index in ((one, 1, 0), (one, 2, 7), (other, 1, 3)):
+            await link.submit(handle, range(10, 60), request_id="x", index=index)
+        await one.until(lambda: one[1].started == one[2].started == 1)
+        await other.until(lambda: other[1].started == 1)
+        await other.submit(2, [5], request_id="x", index=7)
+        assert (await other.outcome(2)).failure.code == Code.ALREADY_EXISTS
+        await other.submit(3, range(10, 60), request_id="y")
+        answer = await worker.stub.Abort(pb.AbortRequest(request_ids=["x"]))
+        assert list(answer.aborted_request_ids) == ["x"]
+        for link, handle in ((one, 1), (one, 2), (other, 1)):
+            assert (await link.outcome(handle)).reason == pb.FINISH_REASON_ABORTED
+        assert (await other.outcome(3)).token_ids == list(range(10, 60))
+        await worker.assert_clean()
+
+
+async def test_logprobs_come_with_their_tokens_and_a_prompt_s_before_them(
+    worker: FrontWorker,
+) -> None:
+    link = worker.link()
+    await link.submit(1, [10, 11, 12], logprobs=3, prompt_logprobs=3)
+    await link.submit(2, [10, 11, 12])
+    asked, plain = await link.outcome(1), await link.outcome(2)
+    # An echo was certain of every token, and knew of no others; its eos is not told of.
+    assert asked.logprobs == [(token, 0.0, 1) for token in (10, 11, 12)]
+    assert asked.prompt_logprobs == [(token, 0.0, 1) for token in (11, 12)]
+    assert not plain.logprobs and not plain.prompt_logprobs
+
+
 async def test_dropping_the_stream_frees_all_that_ran_and_waited_on_it(
     make_worker: MakeWorker,
 ) -> None:

@@ -12,7 +12,7 @@ from shared.types import FinishReason
 from tests.worker.front.conftest import MakeWorker
 from worker.convert import uid_of
 from worker.link import Link, LinkLimits
-from worker.messages import Finished, Started
+from worker.messages import Finished, Started, TokenLogprobs
 
 LINK_ID = 3
 
@@ -42,6 +42,53 @@ def push(link: Link, handle: int, token_ids: list[int], committed_at: float = 1.
 def finished(handle: int) -> Finished:
     uid = uid_of(LINK_ID, handle)
     return Finished(uid, FinishReason.EOS, 2, 0, 3, 0.1, 0.2, 0.3)
+
+
+def push_logprobs(link: Link, handle: int, token_ids: list[int], *, is_prompt: bool) -> None:
+    count = len(token_ids)
+    entries = TokenLogprobs(
+        is_prompt=is_prompt,
+        uids=np.full(count, uid_of(LINK_ID, handle), np.int64),
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.zeros(count, np.float32),
+        ranks=np.ones(count, np.int32),
+        num_top=np.full(count, 1, np.int32),
+        top_ids=np.ones((count, 1), np.int32),
+        top_logprobs=np.zeros((count, 1), np.float32),
+    )
+    link.push_logprobs(entries, np.ones(count, np.bool_), 1.0)
+
+
+async def test_many_logprobs_go_in_several_messages_each_entry_beside_its_token() -> None:
+    # Twenty bytes an entry: a message is cut once it has three.
+    limits = LinkLimits(max_message_logprob_bytes=50)
+    link, reader = Link(LINK_ID, limits), SlowReader()
+    link.live[7] = ("seven", 0)
+    reader.may_go.set()
+    for prompt in ([1, 2, 3, 4], [5], [6, 7], [8]):
+        push_logprobs(link, 7, prompt, is_prompt=True)
+    for token_id in range(10, 17):
+        push_logprobs(link, 7, [token_id], is_prompt=False)
+        push(link, 7, [token_id])
+    link.push_ended(finished(7), 2.0)
+    link.close(None)
+    await link.send_all(reader.write)
+    outputs = reader.outputs()
+    told = [[list(e.token_ids) for e in output.logprobs] for output in outputs]
+    assert told == [[[1, 2, 3, 4]], [[5], [6, 7]], [[8], [10], [11]], [[12], [13], [14]]] + [
+        [[15], [16]]
+    ]
+    assert [list(o.token_ids) for o in outputs] == [[], [], [10, 11], [12, 13, 14], [15, 16]]
+    assert [len(output.finished) for output in outputs] == [0, 0, 0, 0, 1]
+
+
+async def test_a_gateway_too_many_logprobs_behind_is_let_go() -> None:
+    link = Link(LINK_ID, LinkLimits(max_pending_logprob_bytes=100))
+    link.live[7] = ("seven", 0)
+    push_logprobs(link, 7, [1] * 5, is_prompt=True)
+    push_logprobs(link, 7, [1], is_prompt=True)
+    with pytest.raises(QueueFullError, match="120 bytes"):
+        await link.ended()
 
 
 async def test_steps_that_come_while_a_write_blocks_are_merged_in_order() -> None:

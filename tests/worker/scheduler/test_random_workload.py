@@ -175,7 +175,7 @@ def _entries(tokens: list[int], num_top: int | None) -> list[tuple[int, list[int
 def test_each_request_gets_what_it_would_get_alone(
     overlap: bool, prefix_caching: bool, page_size: int, policy: Policy
 ) -> None:
-    rng = np.random.default_rng([page_size, overlap, prefix_caching, policy is Policy.MIXED, 6])
+    rng = np.random.default_rng([page_size, overlap, prefix_caching, policy is Policy.MIXED, 4])
     driver = Driver(
         info=engine_info(page_size=page_size, num_pages=96 // page_size, max_rows=7),
         config=SchedulerConfig(
