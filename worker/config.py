@@ -87,6 +87,12 @@ class WorkerConfig(BaseSettings):
     )
     dummy_weights: bool = Field(default=False, description="random weights from the config alone")
     cuda_graphs: bool = Field(default=True, description="cuda engine: capture decode steps")
+    structure_cache: int = Field(
+        default=128, ge=1, description="compiled rules of structured output to keep"
+    )
+    structure_timeout_s: float = Field(
+        default=10.0, gt=0, description="for such a rule to be compiled until it is refused"
+    )
     default_max_tokens: int = Field(default=1024, ge=1, description="when a request sets none")
     echo_step_ms: float = Field(default=1.0, ge=0, description="echo engine: time of a step")
     drain_grace_s: float = Field(default=30.0, ge=0, description="for live requests after SIGTERM")

@@ -8,9 +8,17 @@ the host works.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from shared.errors import AlreadyExistsError, EngineError, EngineLostError, ServingError
+from shared.errors import (
+    AlreadyExistsError,
+    EngineError,
+    EngineLostError,
+    ServingError,
+    UnimplementedError,
+)
+from shared.types import StructuredOutput
 from worker.messages import (
     Abort,
     CacheFlushed,
@@ -28,6 +36,7 @@ from worker.messages import (
 from worker.scheduler.integrity import IntegrityError
 from worker.scheduler.scheduler import Scheduler
 from worker.step import Engine, Int32Array, StepHandle, StepPlan, StepResult
+from worker.structured.outputs import StructuredOutputs
 from worker.trace import StepTrace
 
 _HEARTBEAT_S = 0.5
@@ -42,7 +51,10 @@ class CommandChannel(Protocol):
     """The receiving end, as multiprocessing.connection.Connection has it."""
 
     def poll(self, timeout: float) -> bool:
-        """Waits until there is something to receive, or the other end is gone."""
+        """Waits until there is something to receive, or the other end is gone.
+
+        May return False before the time is up.
+        """
         ...
 
     def recv(self) -> Command:
@@ -63,8 +75,22 @@ class FailedLaunch:
         raise self._error
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step in flight. A row's request is known here for as long as the step holds the row."""
+
+    plan: StepPlan
+    handle: StepHandle
+    # Of the plan's masked rows.
+    masked_uids: list[int]
+
+
 class EngineLoop:
-    """Commands in, events out. Closes neither engine nor channel."""
+    """Commands in, events out. Closes neither engine nor channel nor structures.
+
+    Without `structures` a request for structured output is refused. With them, the masks of
+    step N+1 are made when step N is committed, while the device computes the forward of N+1.
+    """
 
     def __init__(
         self,
@@ -74,16 +100,20 @@ class EngineLoop:
         emit: Callable[[Event], None],
         *,
         overlap: bool,
+        structures: StructuredOutputs | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._engine = engine
         self._commands = commands
         self._emit_event = emit
         self._overlap = overlap
-        self._in_flight: tuple[StepPlan, StepHandle] | None = None
+        self._structures = structures
+        self._in_flight: _Launched | None = None
         self._traces: list[StepTrace] = []
         self._emitted_at = time.monotonic()
         self._was_idle = True
+        # The last turn found nothing to do: there may be requests, but they wait.
+        self._is_resting = True
         self._stopped = False
 
     def run(self) -> None:
@@ -103,29 +133,37 @@ class EngineLoop:
             return
         now = time.monotonic()
         self._scheduler.expire(now)
+        self._let_ready_run(now)
         plan = self._scheduler.plan(now)
         planned_at = time.monotonic()
-        launched = None if plan is None else (plan, self._launch(plan))
+        launched = None if plan is None else self._launch(plan)
         launched_at = time.monotonic()
         if plan is not None:
             self._trace_host("plan", now, planned_at, plan)
             self._trace_host("launch", planned_at, launched_at, plan)
         if self._overlap:
             launched, self._in_flight = self._in_flight, launched
+        else:
+            self._provide_masks(launched)
+        self._is_resting = plan is None and launched is None
         if launched is not None:
             # Starts, rejections and aborts are known already, and a step can be long.
             self._tell()
-            self._commit(*launched)
+            self._commit(launched)
+        if self._structures is not None and not self._structures.is_idle:
+            self._structures.forget(self._scheduler.is_live)
+        if self._overlap:
+            self._provide_masks(self._in_flight)
         self._tell()
 
     def _receive(self) -> None:
-        """Takes the commands that are there; waits for one if there is nothing else to do."""
+        """Takes the commands that are there; rests until one comes if nothing else is to do."""
         idle = self._scheduler.is_idle
         if idle and not self._was_idle:
             self._check_idle()
         self._was_idle = idle
         started_at = time.monotonic()
-        timeout = max(0.0, self._emitted_at + _HEARTBEAT_S - started_at) if idle else 0.0
+        timeout = max(0.0, self._rest_until() - started_at) if self._is_resting else 0.0
         for _ in range(_MOST_COMMANDS_A_TURN):
             if self._stopped or not self._poll(timeout):
                 break
@@ -133,6 +171,15 @@ class EngineLoop:
             self._take_one()
         if not idle:
             self._trace_host("receive", started_at, time.monotonic())
+
+    def _rest_until(self) -> float:
+        """When there will be something to do even if nobody asks for anything."""
+        moments = [self._emitted_at + _HEARTBEAT_S]
+        if (expiry := self._scheduler.next_expiry()) is not None:
+            moments.append(expiry)
+        if self._structures is not None and (due := self._structures.next_deadline()) is not None:
+            moments.append(due)
+        return min(moments)
 
     def _poll(self, timeout: float) -> bool:
         try:
@@ -172,8 +219,11 @@ class EngineLoop:
                 raise TypeError(f"unknown command {type(command).__name__}")
 
     def _submit(self, request: NewRequest, now: float) -> None:
+        structure = request.structured_output
         try:
-            self._scheduler.add(request, now)
+            self._scheduler.add(request, now, held=structure is not None)
+            if structure is not None:
+                self._begin_structure(request.uid, structure, now)
         except AlreadyExistsError:
             # A failure would be taken for that of the first, which is to go on unaffected.
             _log.exception("uid %d was submitted twice; the second is ignored", request.uid)
@@ -183,16 +233,60 @@ class EngineLoop:
             _log.exception("request %d could not be taken up", request.uid)
             self._scheduler.reject(request.uid, ServingError(f"malformed request: {error}"))
 
-    def _launch(self, plan: StepPlan) -> StepHandle:
+    def _begin_structure(self, uid: int, structure: StructuredOutput, now: float) -> None:
+        """The request is held until its rule is compiled, so that it can be aborted and expire."""
         try:
-            return self._engine.launch(plan)
-        except EngineError as error:
-            return FailedLaunch(error)
+            if self._structures is None:
+                raise UnimplementedError("structured_output")
+            if self._structures.begin(uid, structure, now):
+                self._scheduler.release(uid)
+        except ServingError as error:
+            self._scheduler.fail_request(uid, error)
 
-    def _commit(self, plan: StepPlan, handle: StepHandle) -> None:
+    def _let_ready_run(self, now: float) -> None:
+        if self._structures is None:
+            return
+        for uid, error in self._structures.take_ready(now):
+            if error is None:
+                self._scheduler.release(uid)
+            else:
+                self._scheduler.fail_request(uid, error)
+
+    def _launch(self, plan: StepPlan) -> _Launched:
+        uids: list[int] = []
+        if len(plan.masked):
+            uids = self._scheduler.uids_of(plan.rows[plan.masked]).tolist()
+        try:
+            return _Launched(plan, self._engine.launch(plan), uids)
+        except EngineError as error:
+            return _Launched(plan, FailedLaunch(error), uids)
+
+    def _provide_masks(self, launched: _Launched | None) -> None:
+        """What the step's rows may sample after all tokens that are committed."""
+        if launched is None or not launched.masked_uids:
+            return
+        assert self._structures is not None, "nothing is masked without structures"
+        started_at = time.monotonic()
+        bitmasks, faults = self._structures.fill(launched.masked_uids)
+        launched.handle.provide_masks(bitmasks)
+        for uid, error in faults:
+            self._scheduler.fail_request(uid, error)
+        self._trace_host("masks", started_at, time.monotonic(), launched.plan)
+
+    def _accept(self, launched: _Launched, result: StepResult) -> None:
+        """Lets the matchers go on by the tokens of requests that the commit has not ended."""
+        assert self._structures is not None
+        token_ids = result.token_ids[launched.plan.masked].tolist()
+        tokens = zip(launched.masked_uids, token_ids, strict=True)
+        kept = [(uid, token) for uid, token in tokens if self._scheduler.is_live(uid)]
+        for uid, error in self._structures.accept(kept):
+            self._scheduler.fail_request(uid, error)
+
+    def _commit(self, launched: _Launched) -> None:
+        plan = launched.plan
         waited_from = time.monotonic()
         try:
-            result = handle.result()
+            result = launched.handle.result()
         except EngineError as error:
             _log.exception("step %d failed", plan.step_id)
             self._scheduler.fail(plan, error, time.monotonic())
@@ -203,6 +297,8 @@ class EngineLoop:
             return
         now = time.monotonic()
         self._scheduler.commit(plan, result, now)
+        if launched.masked_uids:
+            self._accept(launched, result)
         if self._traces:
             self._trace_host("wait", waited_from, now, plan)
             self._trace_host("commit", now, time.monotonic(), plan)

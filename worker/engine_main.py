@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 
 import structlog
@@ -21,6 +22,8 @@ from worker.engine_loop import EngineLoop
 from worker.messages import Event, Fatal, Progress, Ready
 from worker.scheduler.config import Policy, SchedulerConfig
 from worker.scheduler.scheduler import Scheduler
+from worker.structured.outputs import StructuredOutputs
+from worker.wakeable_channel import WakeableChannel
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_LOST = 1
@@ -53,13 +56,39 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
         sys.exit(_EXIT_LOST)
     try:
         channel.emit(Ready(opened.model, opened.engine.info, opened.tokenizer))
-        loop = EngineLoop(
-            scheduler, opened.engine, connection, channel.emit, overlap=config.overlap
-        )
-        loop.run()
+        _run_loop(config, opened, scheduler, connection, channel.emit)
     finally:
         opened.engine.close()
     sys.exit(_EXIT_LOST if channel.is_fatal else 0)
+
+
+def _run_loop(
+    config: WorkerConfig,
+    opened: OpenedEngine,
+    scheduler: Scheduler,
+    connection: Connection,
+    emit: Callable[[Event], None],
+) -> None:
+    with ExitStack() as stack:
+        commands = stack.enter_context(closing(WakeableChannel(connection)))
+        structures = None
+        if opened.grammars is not None:
+            structures = StructuredOutputs(
+                opened.grammars,
+                cache_entries=config.structure_cache,
+                timeout_s=config.structure_timeout_s,
+                max_rows=opened.engine.info.max_rows,
+                wake=commands.wake,
+            )
+            stack.callback(structures.close)
+        EngineLoop(
+            scheduler,
+            opened.engine,
+            commands,
+            emit,
+            overlap=config.overlap,
+            structures=structures,
+        ).run()
 
 
 class _Channel:

@@ -1,5 +1,6 @@
 """The only file that knows the backends. Imports each only when it is asked for."""
 
+import logging
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from tokenizers import Tokenizer
 from worker.checkpoint.tokenizer import TOKENIZER, bundle_of_folder, eos_of_bundle
 from worker.config import WorkerConfig
 from worker.engine.echo import EchoEngine
-from worker.engine.openmp import limit_spinning
+from worker.engine.openmp import limit_spinning, usable_cores
 from worker.messages import ModelInfo, TokenizerBundle
 from worker.models.config import ModelError
 from worker.step import Engine, EngineInfo
+from worker.structured.contract import GrammarLibrary
 
 if TYPE_CHECKING:
     from worker.checkpoint.source import Checkpoint
@@ -28,7 +30,12 @@ if TYPE_CHECKING:
 _ECHO_CONTEXT = 8192
 _ECHO_CONTEXTS = 64
 
+# 256 masks of a vocabulary of 152 k ids take 7 ms on one thread, so these hide behind any step.
+_MOST_MASK_THREADS = 16
+
 Progress = Callable[[str], None]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class OpenedEngine:
     engine: Engine
     model: ModelInfo
     tokenizer: TokenizerBundle
+    # None where no structured output can be served.
+    grammars: GrammarLibrary | None = None
 
 
 def open_engine(
@@ -149,10 +158,14 @@ def _open_cpu(
         max_context=config.max_context,
         threads=config.threads,
     )
+    engine = open_cpu_engine(checkpoint, sizes, dtype=dtype, progress=progress)
+    tokenizer = checkpoint.tokenizer(progress)
     return OpenedEngine(
-        engine=open_cpu_engine(checkpoint, sizes, dtype=dtype, progress=progress),
+        engine=engine,
         model=_model_info(config, checkpoint, dtype=config.dtype or "float32", device="cpu"),
-        tokenizer=checkpoint.tokenizer(progress),
+        tokenizer=tokenizer,
+        # The forward, which goes on meanwhile, has a thread on every core.
+        grammars=_open_grammars(tokenizer, engine.info, checkpoint.eos_token_ids, threads=1),
     )
 
 
@@ -178,13 +191,39 @@ def _open_cuda(
         graphs=config.cuda_graphs,
     )
     engine = open_cuda_engine(checkpoint, options, progress)
+    tokenizer = checkpoint.tokenizer(progress)
+    threads = min(_MOST_MASK_THREADS, max(1, usable_cores() - 1))
     return OpenedEngine(
         engine=engine,
         model=_model_info(
             config, checkpoint, dtype="bfloat16", device=torch.cuda.get_device_name()
         ),
-        tokenizer=checkpoint.tokenizer(progress),
+        tokenizer=tokenizer,
+        grammars=_open_grammars(tokenizer, engine.info, checkpoint.eos_token_ids, threads=threads),
     )
+
+
+def _open_grammars(
+    tokenizer: TokenizerBundle, info: EngineInfo, eos_token_ids: tuple[int, ...], *, threads: int
+) -> GrammarLibrary | None:
+    """None, and the log says why, for a model of which no output can be constrained."""
+    with _needs_extra("worker"):
+        from worker.structured.library import LLGuidance
+
+    eos_ids = [token_id for token_id in eos_token_ids if token_id < info.vocab_size]
+    if TOKENIZER not in tokenizer.files or not eos_ids:
+        _log.info("no structured output: the model has no tokenizer, or no eos token")
+        return None
+    try:
+        return LLGuidance(
+            tokenizer.files[TOKENIZER].decode(),
+            vocab_size=info.vocab_size,
+            eos_token_ids=eos_ids,
+            threads=threads,
+        )
+    except ValueError as error:
+        _log.warning("no structured output: %s", error)
+        return None
 
 
 def _open_checkpoint(

@@ -1,0 +1,1 @@
+"""Completions that obey a rule: compiled rules, matchers of running requests, their masks."""

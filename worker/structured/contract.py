@@ -1,0 +1,52 @@
+"""What the engine loop needs of a grammar library, so that only one module knows which it is."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shared.types import StructuredOutput
+from worker.step import Int32Array
+
+
+class Matcher(Protocol):
+    """Follows one completion through its rule. Not to be used by two threads at once."""
+
+    def accept(self, token_id: int) -> None:
+        """Goes on by a token that the last mask allowed."""
+        ...
+
+    def fault(self) -> tuple[str, bool] | None:
+        """What went wrong, after which the masks mean nothing; and whether the rule is to
+        blame, because following it takes too much."""
+        ...
+
+
+class CompiledRule(Protocol):
+    """A rule that any number of completions may follow."""
+
+    def matcher(self) -> Matcher:
+        """One that stands at the beginning; cheap."""
+        ...
+
+
+class GrammarLibrary(Protocol):
+    """Compiles rules for one vocabulary."""
+
+    @property
+    def mask_words(self) -> int:
+        """int32 words of a mask: 32 ids each, that of the least value first."""
+        ...
+
+    def compile(self, structure: StructuredOutput) -> CompiledRule:
+        """Any thread may call it; takes a millisecond or, of hostile rules, some seconds.
+
+        Raises InvalidArgumentError with the public field and what is wrong with the rule.
+        """
+        ...
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
+        """Writes each matcher's mask in the row of `bitmasks` that is named beside it.
+
+        A mask has at least one bit set, unless the matcher has a fault; when its rule is
+        complete, they are those of the eos ids.
+        """
+        ...

@@ -1,0 +1,161 @@
+"""The grammar library: llguidance. Nothing else knows it.
+
+Measured against xgrammar on the same 200 schemas, a vocabulary of 151,936 and one core: it
+compiles in 0.9 ms (p99 2.2) where xgrammar takes 23 ms (p99 700), needs neither torch nor
+transformers, refuses what it cannot guarantee, and every kind of work has a limit of its own.
+Among its outputs none broke its schema; xgrammar's break some patterns, and it ran for more
+than 30 s on five of 70 hostile rules.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import cast
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from shared.errors import InvalidArgumentError
+from shared.types import StructuredOutput, StructureKind
+from worker.step import Int32Array
+from worker.structured.contract import Matcher
+from worker.structured.gbnf import GrammarError, lark_literal, lark_of_gbnf
+
+_FIELDS = {
+    StructureKind.JSON_SCHEMA: "structured_output.json_schema",
+    StructureKind.JSON_OBJECT: "structured_output.json_object",
+    StructureKind.REGEX: "structured_output.regex",
+    StructureKind.GRAMMAR: "structured_output.grammar",
+    StructureKind.CHOICE: "structured_output.choice",
+}
+# Between two tokens of JSON. Bounded: a model that is unsure falls into endless white space.
+_JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Of what the library says about a rule, which may quote all of it.
+_MOST_MESSAGE_CHARS = 500
+# Words by which the library says that a limit below was reached, not that it erred.
+_LIMIT_WORDS = ("too many", "too big", "too large", "max is", "fuel")
+
+
+def _limits() -> LLParserLimits:
+    """Of one rule: about a second to compile, tens of milliseconds and megabytes to follow.
+
+    Ordinary schemas need less than a tenth of any of them.
+    """
+    return LLParserLimits(
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=100_000,
+        step_max_items=10_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+class LLGuidance:
+    """A GrammarLibrary over a tokenizer.json."""
+
+    def __init__(
+        self, tokenizer_json: str, *, vocab_size: int, eos_token_ids: Collection[int], threads: int
+    ) -> None:
+        """Ids of the model that the tokenizer does not know are never allowed.
+
+        `threads` fill masks side by side. Raises ValueError for a tokenizer that the library
+        cannot take, or one with more ids than `vocab_size`.
+        """
+        self._tokenizer = LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
+        )
+        self._executor = LLExecutor(num_threads=threads) if threads > 1 else None
+        self._vocab_size = vocab_size
+
+    @property
+    def mask_words(self) -> int:
+        return -(-self._vocab_size // 32)
+
+    def compile(self, structure: StructuredOutput) -> "LLRule":
+        field = _FIELDS[structure.kind]
+        try:
+            grammar = _grammar_of(structure)
+        except (ValueError, GrammarError, RecursionError) as error:
+            raise InvalidArgumentError(field, _brief(str(error))) from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if not matcher.is_error():
+            # Much of the work is done, and some faults show, with the first mask.
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                matcher = first
+        if matcher.is_error():
+            raise InvalidArgumentError(field, _brief(matcher.get_error()))
+        return LLRule(matcher)
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
+        row_bytes = bitmasks.strides[0]
+        address = bitmasks.ctypes.data
+        pairs = [(cast(LLMatch, matcher).inner, row) for matcher, row in matchers]
+        if self._executor is not None and len(pairs) > 1:
+            self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(bitmasks))
+            return
+        for inner, row in pairs:
+            inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+
+
+class LLRule:
+    """A compiled rule."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def matcher(self) -> "LLMatch":
+        return LLMatch(self._matcher.deep_copy())
+
+
+class LLMatch:
+    """A matcher; `inner` is for the library alone."""
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+
+    def accept(self, token_id: int) -> None:
+        self.inner.consume_token(token_id)
+
+    def fault(self) -> tuple[str, bool] | None:
+        if not self.inner.is_error():
+            return None
+        message = self.inner.get_error()
+        lowered = message.lower()
+        return _brief(message), any(word in lowered for word in _LIMIT_WORDS)
+
+
+def _grammar_of(structure: StructuredOutput) -> str:
+    match structure.kind:
+        case StructureKind.JSON_SCHEMA:
+            # Parsed here, for the library would put the text as it is into a larger one.
+            schema = json.loads(structure.text)
+            if not isinstance(schema, dict | bool):
+                raise ValueError("a schema is a JSON object")
+            return _json(schema)
+        case StructureKind.JSON_OBJECT:
+            return _json({"type": "object"})
+        case StructureKind.REGEX:
+            return LLMatcher.grammar_from_regex(structure.text)
+        case StructureKind.GRAMMAR:
+            return LLMatcher.grammar_from_lark(lark_of_gbnf(structure.text))
+        case StructureKind.CHOICE:
+            choices = " | ".join(map(lark_literal, dict.fromkeys(structure.choices)))
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+
+
+def _json(schema: dict[str, object] | bool) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults={"whitespace_pattern": _JSON_SPACE}
+    )
+
+
+def _brief(message: str) -> str:
+    """What the library says, without its state and without the source that it quotes."""
+    for begin in ("\n<state>", "\n<non-verbose", "\n<grammar>", "\n   1 |"):
+        message = message.partition(begin)[0]
+    message = message.rpartition("(in regex): ")[2].strip()
+    if message.startswith("NoExtension"):
+        message = "no text can satisfy it"
+    if len(message) > _MOST_MESSAGE_CHARS:
+        message = message[:_MOST_MESSAGE_CHARS] + "…"
+    return message
