@@ -55,6 +55,7 @@ class Scheduler:
         self._config = config
         self._info = info
         eos_ids = [token for token in eos_token_ids if token < info.vocab_size]
+        self._eos_token_ids = frozenset(eos_ids)
         self._lifecycle = Lifecycle(info, eos_ids, prefix_caching=config.prefix_caching)
         self._rows = self._lifecycle.rows
         self._planner = Planner(config, info, self._lifecycle)
@@ -97,7 +98,7 @@ class Scheduler:
         """
         if new.uid in self._lifecycle.live:
             raise AlreadyExistsError(f"uid {new.uid} is live")
-        check_request(new, self._info)
+        check_request(new, self._info, self._eos_token_ids)
         # Those that can be admitted in the next step do not count as waiting.
         num_beyond = len(self._lifecycle.waiting) - max(0, self._planner.num_free_places)
         if num_beyond >= self._config.max_waiting:
