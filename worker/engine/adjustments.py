@@ -9,10 +9,18 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from worker.step import BoolArray, Float32Array, Int32Array, RowOpening
+from worker.step import Float32Array, Int32Array, RowOpening
 
 _LARGEST = np.finfo(np.float32).max
 _FORBIDDEN = np.float32(-np.inf)
+# [256, 8] what eight bits of a mask add to their logits. Looked up and added, a vocabulary of
+# 49 thousand takes 12 µs whatever the mask; unpacked and chosen by, up to 400.
+_ADDENDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0),
+    _FORBIDDEN,
+)
+_ADDENDS.flags.writeable = False
 
 
 class RowAdjustment:
@@ -113,11 +121,7 @@ class Adjustments:
 def apply_masks(logits: Float32Array, places: Int32Array, bitmasks: Int32Array) -> None:
     """Changes the logits at `places` in place: -inf where a mask's bit is not set."""
     vocab_size = logits.shape[1]
-    for place, bitmask in zip(places.tolist(), bitmasks, strict=True):
-        logits[place][~allowed_by(bitmask, vocab_size)] = _FORBIDDEN
-
-
-def allowed_by(bitmask: Int32Array, vocab_size: int) -> BoolArray:
-    """[vocab_size] of one row of StepHandle.provide_masks."""
-    octets = bitmask.astype("<i4", copy=False).view(np.uint8)
-    return np.unpackbits(octets, count=vocab_size, bitorder="little").view(np.bool_)
+    octets = bitmasks.astype("<i4", copy=False).view(np.uint8)
+    with np.errstate(invalid="ignore"):  # of a faulty row, where infinities meet
+        for place, row in zip(places.tolist(), octets, strict=True):
+            logits[place] += _ADDENDS.take(row, axis=0).ravel()[:vocab_size]

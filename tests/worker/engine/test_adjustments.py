@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from worker.engine.adjustments import Adjustments, RowAdjustment, allowed_by, apply_masks
+from worker.engine.adjustments import Adjustments, RowAdjustment, apply_masks
 from worker.step import Float32Array, RowOpening
 
 _VOCAB = 71
@@ -179,4 +179,3 @@ def test_a_mask_s_bit_set_means_allowed(vocab_size: int) -> None:
     apply_masks(logits, np.array([4, 0, 2], np.int32), bitmasks.view(np.int32))
     assert (np.isfinite(logits[[4, 0, 2]]) == allowed).all()
     assert np.isfinite(logits[[1, 3]]).all()
-    assert (allowed_by(bitmasks.view(np.int32)[0], vocab_size) == allowed[0]).all()
