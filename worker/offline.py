@@ -26,6 +26,7 @@ from worker.messages import (
 from worker.scheduler.config import SchedulerConfig
 from worker.scheduler.scheduler import Scheduler
 from worker.step import Engine, EngineInfo, StepHandle, StepPlan, StepResult
+from worker.structured.outputs import StructuredOutputs
 
 # Of the fullest decode step's rows: what counts as a full batch.
 FULL_BATCH = 7 / 8
@@ -170,6 +171,7 @@ def run_offline(
     eos_token_ids: tuple[int, ...] = (),
     timeout_s: float = math.inf,
     on_tokens: OnTokens | None = None,
+    structures: StructuredOutputs | None = None,
 ) -> Run:
     """Runs the requests to their ends. The engine stays open; nothing stays cached.
 
@@ -198,7 +200,8 @@ def run_offline(
                 on_tokens(num_tokens)
 
     timed = TimedEngine(engine, times)
-    EngineLoop(scheduler, timed, commands, emit, overlap=overlap).run()
+    loop = EngineLoop(scheduler, timed, commands, emit, overlap=overlap, structures=structures)
+    loop.run()
     seconds = time.monotonic() - begin
     ttft_s, itl_s = _latencies(outputs, begin)
     return Run(

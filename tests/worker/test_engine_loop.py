@@ -2,26 +2,18 @@
 
 import gzip
 import json
-import multiprocessing
-import queue
-import threading
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from shared.errors import Code, EngineError
 from shared.types import FinishReason
-from tests.fakes import FakeEngine, echo_model
-from worker.engine_loop import EngineLoop
+from tests.worker.running_loop import Running, failed, finished
 from worker.messages import (
     Abort,
     CacheFlushed,
-    Event,
-    Failed,
     Fatal,
-    Finished,
     FlushCache,
     Heartbeat,
     NewRequest,
@@ -31,71 +23,6 @@ from worker.messages import (
     Trace,
     Traced,
 )
-from worker.scheduler.config import SchedulerConfig
-from worker.scheduler.scheduler import Scheduler
-from worker.step import EngineInfo
-
-EOS = 0
-INFO = EngineInfo(num_pages=64, page_size=4, max_rows=8, max_context=64, vocab_size=100)
-WAIT_S = 20.0
-
-
-class Running:
-    """A loop on a thread of its own, and the test's end of its pipe."""
-
-    def __init__(self, *, overlap: bool = True, gated: bool = False) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        self.pipe: Connection = ours
-        self.loops_end = theirs
-        self.engine = FakeEngine(INFO, echo_model(EOS), gated=gated)
-        self.events: queue.Queue[Event] = queue.Queue()
-        self.tokens: dict[int, list[int]] = {}
-        self._endings: dict[int, Finished | Failed] = {}
-        scheduler = Scheduler(SchedulerConfig(max_running=4, max_waiting=2), INFO, (EOS,))
-        loop = EngineLoop(scheduler, self.engine, theirs, self.events.put, overlap=overlap)
-        self._thread = threading.Thread(target=loop.run, name="engine-loop")
-        self._thread.start()
-
-    def send(self, *commands: object) -> None:
-        for command in commands:
-            self.pipe.send(command)
-
-    def submit(self, uid: int, prompt: list[int], max_tokens: int = 20) -> None:
-        self.send(Submit(NewRequest(uid, np.array(prompt, np.int32), max_tokens)))
-
-    def next(self, matches: Callable[[Event], bool]) -> Event:
-        """The next such event; keeps what the others tell."""
-        while True:
-            event = self.events.get(timeout=WAIT_S)
-            if isinstance(event, StepOutput):
-                self._keep(event)
-            if matches(event):
-                return event
-
-    def end_of(self, uid: int) -> Finished | Failed:
-        """Waits for the request's ending."""
-
-        while uid not in self._endings:
-            self.next(lambda event: isinstance(event, StepOutput))
-        return self._endings[uid]
-
-    def _keep(self, output: StepOutput) -> None:
-        for uid, token in zip(output.uids.tolist(), output.token_ids.tolist(), strict=True):
-            self.tokens.setdefault(uid, []).append(token)
-        for finished in output.finished:
-            self._endings[finished.uid] = finished
-        for failed in output.failed:
-            self._endings[failed.uid] = failed
-
-    def join(self) -> None:
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-
-    def close(self) -> None:
-        self.engine.close()
-        self.pipe.close()
-        self.join()
-        self.loops_end.close()
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "serial"])
@@ -110,16 +37,6 @@ def gated() -> Iterator[Running]:
     running = Running(gated=True)
     yield running
     running.close()
-
-
-def finished(end: Finished | Failed) -> Finished:
-    assert isinstance(end, Finished), end
-    return end
-
-
-def failed(end: Finished | Failed) -> Failed:
-    assert isinstance(end, Failed), end
-    return end
 
 
 def test_requests_stream_their_tokens_and_end(running: Running) -> None:

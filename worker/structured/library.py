@@ -129,7 +129,9 @@ def _grammar_of(structure: StructuredOutput) -> str:
         case StructureKind.JSON_SCHEMA:
             # Parsed here, for the library would put the text as it is into a larger one.
             schema = json.loads(structure.text)
-            if not isinstance(schema, dict | bool):
+            if isinstance(schema, bool):
+                schema = {} if schema else {"not": {}}
+            if not isinstance(schema, dict):
                 raise ValueError("a schema is a JSON object")
             return _json(schema)
         case StructureKind.JSON_OBJECT:
@@ -143,7 +145,7 @@ def _grammar_of(structure: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
 
 
-def _json(schema: dict[str, object] | bool) -> str:
+def _json(schema: dict[str, object]) -> str:
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema), defaults={"whitespace_pattern": _JSON_SPACE}
     )

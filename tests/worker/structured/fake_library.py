@@ -1,0 +1,85 @@
+"""A grammar library whose rules are lists of token ids, and whose compiler the test stops."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.errors import InvalidArgumentError
+from shared.types import StructuredOutput, StructureKind
+from worker.step import Int32Array
+from worker.structured.contract import Matcher
+
+NONSENSE = "nonsense"
+
+
+def rule(token_ids: Sequence[int]) -> StructuredOutput:
+    """Just these tokens, and then the end."""
+    return StructuredOutput(StructureKind.GRAMMAR, " ".join(map(str, token_ids)))
+
+
+class FakeLibrary:
+    """`log` holds ("fill", tokens accepted by the matcher so far) for each mask."""
+
+    def __init__(self, vocab_size: int, eos: int, *, gated: bool = False) -> None:
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self.gate = threading.Event()
+        if not gated:
+            self.gate.set()
+        # Set while a compiler is at work.
+        self.compiling = threading.Event()
+        self.compiled: list[str] = []
+        self.log: list[tuple[str, int]] = []
+        # A matcher that has accepted as many tokens has a fault, to which the rule is to blame.
+        self.limit = 1 << 20
+
+    @property
+    def mask_words(self) -> int:
+        return -(-self._vocab_size // 32)
+
+    def compile(self, structure: StructuredOutput) -> "FakeRule":
+        self.compiling.set()
+        self.gate.wait()
+        self.compiled.append(structure.text)
+        if structure.text == NONSENSE:
+            raise InvalidArgumentError("structured_output.grammar", "makes no sense")
+        return FakeRule(self, [int(part) for part in structure.text.split()])
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
+        for matcher, row in matchers:
+            assert isinstance(matcher, FakeMatcher)
+            self.log.append(("fill", len(matcher.accepted)))
+            wanted = [*matcher.token_ids, self._eos][len(matcher.accepted)]
+            bitmasks[row] = 0
+            bitmasks[row, wanted // 32] = np.uint32(1 << wanted % 32).astype(np.int32)
+
+
+class FakeRule:
+    """Compiled."""
+
+    def __init__(self, library: FakeLibrary, token_ids: list[int]) -> None:
+        self._library = library
+        self._token_ids = token_ids
+
+    def matcher(self) -> "FakeMatcher":
+        return FakeMatcher(self._library, self._token_ids)
+
+
+class FakeMatcher:
+    """Remembers what it accepted."""
+
+    def __init__(self, library: FakeLibrary, token_ids: list[int]) -> None:
+        self._library = library
+        self.token_ids = token_ids
+        self.accepted: list[int] = []
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+
+    def fault(self) -> tuple[str, bool] | None:
+        if len(self.accepted) >= self._library.limit:
+            return "too many tokens", True
+        if self.accepted != self.token_ids[: len(self.accepted)]:
+            return f"does not follow {self.token_ids}: {self.accepted}", False
+        return None
