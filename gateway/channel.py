@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.logprobs import LogprobsBuffer
+from gateway.logprobs import LogprobsBuffer, LogprobsPart
 from shared.errors import ServingError
-from shared.pb.tandem.worker.v1 import worker_pb2
 from shared.types import FinishReason
 
 
@@ -78,9 +77,9 @@ class RequestChannel:
             self.end = end
             self.notify()
 
-    def add_logprobs(self, part: worker_pb2.TokenLogprobs) -> None:
+    def add_logprobs(self, part: LogprobsPart, *, is_prompt: bool) -> None:
         """Those of sampled tokens before the tokens themselves, which wake the reader."""
-        if not part.prompt:
+        if not is_prompt:
             if self.logprobs is None:
                 self.logprobs = LogprobsBuffer()
             self.logprobs.extend(part)

@@ -5,11 +5,9 @@ likeliest beside it would else take some 3 KiB, and a slow reader has thousands 
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
-
-from shared.pb.tandem.worker.v1 import worker_pb2
+from typing import Protocol, TypeAlias
 
 # Quoted: before Python 3.12, arrays are generic for the type checker only.
 _Integers: TypeAlias = "array[int]"
@@ -65,6 +63,23 @@ class Logprobs:
         return TokenLogprob(token_id, self.token_bytes(token_id), logprob, rank)
 
 
+class LogprobsPart(Protocol):
+    """A worker's message of some tokens in a row, which this module does not know otherwise."""
+
+    @property
+    def token_ids(self) -> Iterable[int]: ...
+    @property
+    def logprobs(self) -> Iterable[float]: ...
+    @property
+    def ranks(self) -> Iterable[int]: ...
+    @property
+    def num_top(self) -> int: ...
+    @property
+    def top_token_ids(self) -> Iterable[int]: ...
+    @property
+    def top_logprobs(self) -> Iterable[float]: ...
+
+
 class LogprobsBuffer:
     """A queue of log-probabilities: in at one end by parts, out at the other by tokens."""
 
@@ -81,7 +96,7 @@ class LogprobsBuffer:
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    def extend(self, part: worker_pb2.TokenLogprobs) -> None:
+    def extend(self, part: LogprobsPart) -> None:
         """Every part of a request has the same number of likeliest tokens."""
         self._num_top = part.num_top
         self._token_ids.extend(part.token_ids)

@@ -176,7 +176,7 @@ class WorkerSession:
         for part in output.logprobs:
             channel = channels.get(part.handle)
             if channel is not None:
-                channel.add_logprobs(part)
+                channel.add_logprobs(part, is_prompt=part.prompt)
         # The hot loop of the gateway: once for each token of every request. Handles that
         # are not there belong to requests that were closed while the step was on its way.
         for handle, token_id in zip(output.handles, output.token_ids, strict=True):

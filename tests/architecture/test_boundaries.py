@@ -24,6 +24,7 @@ HEAVY = ("torch", "transformers")
 PB_USERS = {
     "gateway.cli",
     "gateway.convert",
+    "gateway.option_checks",
     "gateway.server",
     "gateway.service",
     "gateway.validation",

@@ -52,7 +52,7 @@ async def test_sampling_and_stops_are_sent_as_they_were_asked_for(
     assert (sampling.min_p, sampling.repetition_penalty) == (0.5, 1.25)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (-2, 2)
     assert dict(sampling.logit_bias) == {5: 1.5, 7: -100}
-    assert list(sampling.allowed_token_ids) == [5, 9]
+    assert list(sampling.allowed_token_ids) == [9, 5]
     assert (submit.min_tokens, list(submit.stop_token_ids), submit.priority) == (3, [11], -3)
     assert submit.HasField("logprobs") and submit.logprobs == 0
     assert not submit.HasField("prompt_logprobs")
