@@ -21,9 +21,12 @@ Likely winners have small u, where float32 is fine enough not to distort the dra
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.step import Int32Array, SamplingBatch
+
+UInt32Array = NDArray[np.uint32]
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
@@ -50,17 +53,24 @@ def sample(logits: Tensor, positions: Int32Array, batch: SamplingBatch) -> tuple
     return token_ids, faulty
 
 
-def noise_bits(seed: int, position: int, token_ids: Tensor) -> Tensor:
-    """The hash of each token id: unsigned 32-bit values as int64."""
+def noise_bits(seed: int, position: int, token_ids: UInt32Array) -> UInt32Array:
+    """The hash of each token id.
+
+    In numpy, which has unsigned words that wrap: with int64 in torch a draw from 49 thousand
+    tokens took 0.9 ms instead of 0.5 (one core of an EPYC).
+    """
     stream = _mix_int(_mix_int(seed & _WORD) + _GOLDEN + (seed >> 32))
     stream = _mix_int(stream + position * _ODD)
-    return _mix(token_ids * _ODD + stream)
+    return _mix(token_ids * np.uint32(_ODD) + np.uint32(stream))
 
 
-def gumbel(bits: Tensor) -> Tensor:
+def gumbel(bits: UInt32Array) -> Tensor:
     """Gumbel noise, float32, of hashed bits."""
-    u = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    u = bits.astype(np.float32)
+    u += np.float32(0.5)
+    u *= np.float32(2.0**-32)
+    np.minimum(u, np.float32(_BELOW_ONE), out=u)
+    return torch.from_numpy(u).neg_().log1p_().neg_().log_().neg_()
 
 
 def lowest_admitted(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
@@ -71,20 +81,20 @@ def lowest_admitted(logits: Tensor, temperature: float, top_k: int, top_p: float
     return bound if top_p >= 1.0 else _nucleus_bound(logits[logits >= bound], temperature, top_p)
 
 
-def _draw(logits: Tensor, position: int, batch: SamplingBatch, row: int) -> Tensor:
+def _draw(logits: Tensor, position: int, batch: SamplingBatch, row: int) -> int:
     """One token of a row [vocab_size], float32."""
     temperature, min_p = float(batch.temperature[row]), float(batch.min_p[row])
     top_k, top_p = int(batch.top_k[row]), float(batch.top_p[row])
     # At most 0, so that a temperature next to 0 cannot overflow to +inf.
     scaled = (logits - logits.max()).div_(temperature)
-    token_ids = torch.arange(len(logits))
+    token_ids = np.arange(len(logits), dtype=np.uint32)
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
         admitted = logits >= lowest_admitted(logits, temperature, top_k, top_p)
         if min_p > 0.0:
             admitted &= _weights(logits, logits.max(), temperature) >= min_p
-        token_ids, scaled = token_ids[admitted], scaled[admitted]
+        token_ids, scaled = token_ids[admitted.numpy()], scaled[admitted]
     noise = gumbel(noise_bits(int(batch.seeds[row]), position, token_ids))
-    return token_ids[scaled.add_(noise).argmax()]
+    return int(token_ids[int(scaled.add_(noise).argmax())])
 
 
 def _nucleus_bound(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -109,12 +119,14 @@ def _weights(logits: Tensor, highest: Tensor, temperature: float) -> Tensor:
     return (logits.double() - highest).div_(temperature).exp_()
 
 
-def _mix(h: Tensor) -> Tensor:
-    """`mix` of int64 values; products wrap beyond 64 bits, which leaves the low 32 right."""
-    h = h & _WORD
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
-    return h ^ (h >> 16)
+def _mix(h: UInt32Array) -> UInt32Array:
+    """`mix` of each value, in place."""
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return h
 
 
 def _mix_int(h: int) -> int:

@@ -8,10 +8,13 @@ from scipy import stats
 
 from shared.types import SamplingParams
 from tests.worker.engine.plans import sampling_batch
+from worker.engine.adjustments import RowAdjustment
 from worker.engine.sampling import gumbel, noise_bits, sample
+from worker.step import RowOpening
 
 _VOCAB = 500
 _DRAWS = 20_000
+_MANY_DRAWS = 100_000
 
 
 def _logits(seed: int, size: int = _VOCAB, scale: float = 3.0) -> torch.Tensor:
@@ -89,6 +92,28 @@ def test_filtered_draws_follow_the_renormalised_rest_and_nothing_else(
     outside = np.setdiff1d(np.arange(_VOCAB), list(support))
     probabilities[outside] = 0
     _assert_follows(draws, probabilities / probabilities.sum())
+
+
+def test_a_hundred_thousand_draws_follow_the_softmax_of_adjusted_logits() -> None:
+    logits = _logits(9, size=60)
+    adjusted = logits.numpy().copy()
+    asked = RowOpening(
+        row=0,
+        token_ids=np.array([1, 2, 3, 3, 4], np.int32),
+        prompt_len=2,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=0.2,
+        bias_ids=np.array([7, 50], np.int32),
+        bias_values=np.array([2.0, -1.0], np.float32),
+        allowed_ids=np.arange(0, 60, 2, dtype=np.int32),
+        banned_ids=np.array([10], np.int32),
+        min_len=9,
+    )
+    RowAdjustment(asked).apply(adjusted, 5)
+    params = SamplingParams(temperature=1.5, seed=8)
+    draws = _draw_many(torch.from_numpy(adjusted), params, _MANY_DRAWS)
+    _assert_follows(draws, _softmax(torch.from_numpy(adjusted), 1.5))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -203,20 +228,21 @@ def test_the_hash_is_the_one_that_is_written_down() -> None:
     stream = mix(mix(low) + np.uint32(0x9E3779B9) + high)
     stream = mix(stream + words(position) * np.uint32(0x9E3779B1))
     expected = mix(tokens * np.uint32(0x9E3779B1) + stream)
-    actual = noise_bits(seed, position, torch.from_numpy(tokens.astype(np.int64)))
+    actual = noise_bits(seed, position, tokens)
     assert actual.tolist() == expected.tolist()
 
 
 def test_noise_is_finite_for_every_extreme_of_the_hash() -> None:
-    noise = gumbel(torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1]))
+    noise = gumbel(np.array([0, 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32))
     assert torch.isfinite(noise).all()
     # Smaller hashes are likelier winners.
     assert (noise[:-1] >= noise[1:]).all()
 
 
 def test_hashed_bits_are_uniform_over_tokens_and_over_positions() -> None:
-    over_tokens = noise_bits(1, 2, torch.arange(100_000)).numpy()
-    over_positions = np.array([int(noise_bits(1, p, torch.tensor([5]))) for p in range(3000)])
+    five = np.array([5], np.uint32)
+    over_tokens = noise_bits(1, 2, np.arange(100_000, dtype=np.uint32))
+    over_positions = np.concatenate([noise_bits(1, p, five) for p in range(3000)])
     for bits in (over_tokens, over_positions):
         counts = np.bincount(bits >> 26, minlength=64)
         assert stats.chisquare(counts).pvalue > 1e-4
