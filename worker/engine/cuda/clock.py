@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 
-def _event() -> torch.cuda.Event:
+def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
@@ -22,8 +22,8 @@ class StepTiming:
     between two of its kernels, that is not seen.
     """
 
-    begin: torch.cuda.Event = field(default_factory=_event)
-    end: torch.cuda.Event = field(default_factory=_event)
+    begin: torch.cuda.Event = field(default_factory=timing_event)
+    end: torch.cuda.Event = field(default_factory=timing_event)
     queued_at: float = 0.0
 
     def queued(self) -> None:
@@ -38,7 +38,7 @@ class DeviceClock:
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._last = _event()
+        self._last = timing_event()
         self._last.record(stream)
         self._last.synchronize()
         self._last_time = time.monotonic()

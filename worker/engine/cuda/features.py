@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.engine.cuda.bounds import as_words
+from worker.engine.cuda.logits import as_words
 from worker.engine.cuda.logprobs import Logprobs, entry_words, from_words
 from worker.engine.cuda.masks import Masks
 from worker.engine.cuda.packing import ENTRY_FIELDS, PLAN_ROW, Features

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.engine.cuda.bounds import load_logits, ordered
+from worker.engine.cuda.logits import load_logits, ordered
 from worker.step import Int32Array, TokenLogprobs
 
 # The most that a request may ask for.

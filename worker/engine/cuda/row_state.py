@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from worker.engine.cuda import packing
-from worker.engine.cuda.bounds import load_logits
+from worker.engine.cuda.logits import load_logits
 from worker.engine.cuda.packing import Features
 
 # The most that a request may ask for.

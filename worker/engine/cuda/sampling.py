@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
-from worker.engine.cuda.bounds import Bounds, as_words, load_logits
+from worker.engine.cuda.bounds import Bounds
+from worker.engine.cuda.logits import as_words, load_logits
 from worker.engine.cuda.row_params import RowParams
 
 # Token id that stands for a row whose logits were not finite.
