@@ -1,7 +1,7 @@
 """Log-probabilities on their way from a worker to a client, beside the tokens they are of.
 
-They wait as plain arrays, 8 bytes for each number that is told: a token with the twenty
-likeliest beside it would else take some 3 KiB, and a slow reader has thousands waiting.
+They wait as plain arrays, 8 bytes for each token that is told: one with the twenty likeliest
+beside it would else take some 3 KiB, and a slow reader has thousands waiting.
 """
 
 from array import array

@@ -227,6 +227,53 @@ async def test_a_worker_that_is_lost_before_the_first_token_is_replaced(
     assert [answer.token_ids for answer in answers] == [[100], [101]]
 
 
+async def test_a_gateway_that_shuts_down_ends_them_all(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x", n=3))
+        first = await worker.request()
+        first.start()
+        first.send_tokens([100])
+        await rest(worker, 3)
+        await gateway.running.live_requests.drain(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect_all(call)
+        assert caught.value.code() == Status.UNAVAILABLE
+        await worker.until(lambda: all(r.abort_reply is False for r in worker.requests))
+
+
+async def test_a_deadline_ends_those_that_wait_too(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x", n=3), timeout_s=0.3)
+        first = await worker.request()
+        first.start()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect_all(call)
+        assert caught.value.code() == Status.DEADLINE_EXCEEDED
+        await worker.until(lambda: first.abort_reply is False)
+        await gateway.until_idle()
+    assert len(worker.requests) == 1
+
+
+async def test_a_worker_lost_amid_its_tokens_ends_them_all(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x", n=2))
+        first = await worker.request()
+        first.start()
+        first.send_tokens([100])
+        await rest(worker, 2)
+        await worker.crash()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect_all(call)
+        assert caught.value.code() == Status.UNAVAILABLE
+        await worker.start()
+
+
 async def test_a_time_limit_is_for_the_whole_call(
     make_worker: MakeWorker, start_gateway: StartGateway
 ) -> None:

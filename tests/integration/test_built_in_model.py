@@ -1,13 +1,17 @@
 """Options that change or tell what a real model says, on the built-in one."""
 
+import asyncio
+import json
 import math
+import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
-from tests.answers import Collected, collect_all
+from tests.answers import Collected, collect_all, violated_fields
 from tests.integration.conftest import BUILT_IN, StartPair
 from tests.integration.pair import Client, Pair
 
@@ -128,3 +132,67 @@ async def test_no_eos_comes_before_min_tokens(model: Client) -> None:
     assert longer.finished.usage.completion_tokens >= min_tokens
     assert short.finished.eos_token_id not in longer.token_ids
     assert longer.token_ids[: len(short.token_ids)] == short.token_ids
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+STRUCTURES = {
+    "schema": pb.StructuredOutput(json_schema=json.dumps(PERSON)),
+    "regex": pb.StructuredOutput(regex="[A-Z][a-z]{2,5}, [0-9]{2}"),
+    "grammar": pb.StructuredOutput(grammar='root ::= "<" ("a" | "b")+ ">"'),
+    "choice": pb.StructuredOutput(choice=pb.ChoiceList(choices=["Lyon", "Nice 😀"])),
+}
+
+
+def obeys(name: str, text: str) -> bool:
+    match name:
+        case "schema":
+            person = json.loads(text)
+            return set(person) == {"name", "age"} and 0 <= person["age"] <= 120
+        case "regex":
+            return re.fullmatch("[A-Z][a-z]{2,5}, [0-9]{2}", text) is not None
+        case "grammar":
+            return re.fullmatch("<[ab]+>", text) is not None
+        case _:
+            return text in ("Lyon", "Nice 😀")
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+async def test_an_output_obeys_its_structure_beside_free_ones(model: Client, name: str) -> None:
+    sampling = pb.SamplingParams(temperature=1, seed=5)
+    request = chat("Who is it?", max_tokens=60, n=2, sampling=sampling)
+    request.structured_output.CopyFrom(STRUCTURES[name])
+    request.output.logprobs = 1
+    answers, free = await asyncio.gather(collect_all(model.stream(request)), capital(model))
+    for answer in answers:
+        assert [place.chosen.token_id for place in answer.logprobs] == answer.token_ids
+        # The letters of a grammar may go on until max_tokens.
+        if answer.finished.finish_reason == pb.FINISH_REASON_STOP:
+            assert answer.finished.WhichOneof("matched") == "eos_token_id"
+            assert obeys(name, answer.text), answer.text
+    assert any(a.finished.finish_reason == pb.FINISH_REASON_STOP for a in answers)
+    assert "Paris" in free.text
+
+
+@pytest.mark.parametrize(
+    ("structure", "field"),
+    [
+        (pb.StructuredOutput(regex="a("), "structured_output.regex"),
+        (pb.StructuredOutput(grammar="root ::= nothing"), "structured_output.grammar"),
+        (pb.StructuredOutput(json_schema='{"type": "x"}'), "structured_output.json_schema"),
+    ],
+)
+async def test_a_structure_that_does_not_compile_is_named(
+    model: Client, structure: pb.StructuredOutput, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await model.collect(chat("x", structured_output=structure))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, caught.value.details()
+    assert violated_fields(caught.value) == [field]

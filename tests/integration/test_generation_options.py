@@ -6,6 +6,7 @@ import pytest
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import collect_all
+from tests.integration.conftest import ECHO, MakeFolder, StartPair
 from tests.integration.pair import Client, rest_of
 
 LENGTH, TIME_LIMIT = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TIME_LIMIT
@@ -93,6 +94,33 @@ async def waiting(client: Client, count: int) -> None:
     async with asyncio.timeout(10):
         while (await client.load()).workers[0].waiting < count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+SWITCHES = (
+    "{{ 'on' if thinking | default(true) else 'off' }} {{ tools | length if tools else 0 }}"
+    "{% for m in messages %} {{ m.content }}{% endfor %}{% if add_generation_prompt %} >{% endif %}"
+)
+
+
+async def test_a_template_gets_all_that_a_chat_says(
+    make_model_folder: MakeFolder, start_pair: StartPair
+) -> None:
+    folder = make_model_folder(chat_template=SWITCHES)
+    user = pb.ChatMessage(role="user", content="hi")
+    answer = pb.ChatMessage(role="assistant", content="I am")
+    chats = {
+        "on 0 hi >": pb.ChatPrompt(messages=[user]),
+        "off 0 hi >": pb.ChatPrompt(messages=[user], template_kwargs_json='{"thinking": false}'),
+        "on 2 hi >": pb.ChatPrompt(messages=[user], tools_json='[{"a": 1}, {}]'),
+        "on 0 hi": pb.ChatPrompt(messages=[user], add_generation_prompt=False),
+        "on 0 hi I am": pb.ChatPrompt(messages=[user, answer], continue_final_message=True),
+    }
+    with start_pair((*ECHO, "--model", str(folder))) as pair:
+        async with Client(pair.address) as client:
+            for expected, chat in chats.items():
+                request = pb.GenerateRequest(chat=chat, max_tokens=40)
+                assert (await client.collect(request)).text == expected
+            await client.assert_clean()
 
 
 async def test_the_end_of_a_prompt_is_kept(client: Client) -> None:
