@@ -127,19 +127,21 @@ def test_a_row_draws_the_same_alone_and_beside_others(device: torch.device) -> N
 
 
 def test_an_opening_forgets_what_the_row_had_before(device: torch.device) -> None:
-    ours, rng = Device(device), np.random.default_rng(5)
+    used, rng = Device(device), np.random.default_rng(5)
     for step in range(2):
         plan = plan_of_step(step, rng)
-        ours.step(plan, model_logits(len(ROWS), seed=step), random_masks(rng, len(plan.masked)))
-    plain = decode_plan(ROWS, np.full(len(ROWS), 9, np.int32), sampling(len(ROWS)))
-    neutral = replace(
-        plain,
-        openings=tuple(opening(int(row), [1, 2, 3], 2) for row in ROWS),
-        adjusted=np.arange(len(ROWS), dtype=np.int32),
+        used.step(plan, model_logits(len(ROWS), seed=step), random_masks(rng, len(plan.masked)))
+    # Each row has another kind of opening than before.
+    old = plan_of_step(0, np.random.default_rng(6))
+    rows = [one.row for one in old.openings]
+    openings = tuple(
+        replace(one, row=row) for one, row in zip(old.openings, rows[1:] + rows[:1], strict=True)
     )
-    logits = model_logits(len(ROWS), seed=8)
-    expected, _ = Device(device).step(plain, logits)
-    assert np.array_equal(ours.step(neutral, logits)[0], expected)
+    plan, logits = replace(old, openings=openings), model_logits(len(ROWS), seed=8)
+    fresh = Device(device)
+    assert np.array_equal(used.step(plan, logits)[0], fresh.step(plan, logits)[0])
+    adjusted = [one.featured.last_adjusted(len(ADJUSTED)) for one in (used, fresh)]
+    assert torch.equal(*adjusted)
 
 
 def test_a_resumed_request_draws_as_if_it_had_not_been_interrupted(device: torch.device) -> None:
