@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from shared.grpc_options import MAX_MESSAGE_BYTES
+from shared.settings import complaints
 
 EXIT_BAD_CONFIGURATION = 2
 
@@ -49,6 +50,37 @@ class GatewayConfig(BaseSettings):
     tokens: _Secrets = Field(
         default=(),
         description="bearer tokens that clients may bring, separated by commas; none: open",
+    )
+    tokens_file: str = Field(
+        default="",
+        description="file of further bearer tokens or their hashes, one a line; read again "
+        "when it changes and on SIGHUP",
+    )
+    client_metadata_key: str = Field(
+        default="",
+        pattern="^[a-z0-9_.-]*$",
+        description="metadata key that names the client where no tokens are set; empty: none",
+    )
+    tls_cert: str = Field(
+        default="", description="PEM file of the certificate chain; empty: no TLS"
+    )
+    tls_key: str = Field(default="", description="PEM file of its key")
+    tls_client_ca: str = Field(
+        default="", description="PEM file of authorities; clients must have a certificate of theirs"
+    )
+    worker_tls_ca: str = Field(
+        default="",
+        description="PEM file of the workers' authorities, or public; empty: no TLS to workers",
+    )
+    worker_tls_cert: str = Field(
+        default="", description="PEM file of the certificate chain for workers that ask for one"
+    )
+    worker_tls_key: str = Field(default="", description="PEM file of its key")
+    worker_tls_server_name: str = Field(
+        default="", description="name in the workers' certificates, if not their address"
+    )
+    worker_token_file: str = Field(
+        default="", description="file that holds the bearer token for workers that ask for one"
     )
     metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="its port; 0: none")
@@ -94,11 +126,6 @@ def load_config(arguments: Sequence[str]) -> GatewayConfig:
     try:
         return CliApp.run(GatewayConfig, cli_args=list(arguments))
     except ValidationError as error:
-        for problem in error.errors():
-            name = str(problem["loc"][0]) if problem["loc"] else ""
-            flag = f"--{name.replace('_', '-')}: " if name else ""
-            print(
-                f"tandem gateway: {flag}{problem['msg']} (got {problem.get('input')!r})",
-                file=sys.stderr,
-            )
+        for line in complaints("tandem gateway", GatewayConfig, error):
+            print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIGURATION)

@@ -9,6 +9,7 @@ from functools import partial
 import structlog
 import uvloop
 
+from shared.errors import SettingsError
 from shared.logs import LogFormat, configure_logging
 from shared.shutdown import shutdown_event
 from worker.config import EXIT_BAD_CONFIGURATION, WorkerConfig, load_config
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = spawn()
     try:
         uvloop.run(_run(config, first, spawn))
-    except ListenError as error:
+    except (ListenError, SettingsError) as error:
         print(f"tandem worker: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     except EngineStartError as error:

@@ -1,0 +1,22 @@
+"""Who the caller is, for everything that happens on behalf of one call.
+
+Set once by an interceptor. gRPC runs each call in a task of its own, so the name goes with
+the call into whatever it awaits, and never into another one.
+"""
+
+from contextvars import ContextVar
+
+import structlog
+
+_client: ContextVar[str] = ContextVar("tandem_client", default="")
+
+
+def client_identity() -> str:
+    """The name of the client whose call this is; empty when it has none."""
+    return _client.get()
+
+
+def identify_client(name: str) -> None:
+    """Names the client of the current call, in its log lines too."""
+    _client.set(name)
+    structlog.contextvars.bind_contextvars(client=name)
