@@ -51,6 +51,7 @@ from worker.step import EngineInfo, Int32Array, StepPlan, StepResult
 
 # A result may be read until its place comes round again; at most two steps are in flight.
 _NUM_RESULTS = 4
+_CONTEXT_LOST = "the CUDA context is lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class CudaEngine:
         self._ops = ops
         self._info = info
         self._shape = memory.shape
-        self._lost: str | None = None
+        self._is_lost = False
         self._scheduler_stream = torch.cuda.Stream(device)
         self._engine_stream = torch.cuda.Stream(device)
         with torch.inference_mode(), torch.cuda.stream(self._engine_stream):
@@ -169,8 +170,8 @@ class CudaEngine:
 
     def launch(self, plan: StepPlan) -> CudaStep:
         """Queues a step. Raises EngineError; EngineLostError if the CUDA context is lost."""
-        if self._lost is not None:
-            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
+        if self._is_lost:
+            raise EngineLostError(_CONTEXT_LOST)
         try:
             with torch.inference_mode():
                 return self._launch(plan)
@@ -178,16 +179,19 @@ class CudaEngine:
             raise self.fault(error) from error
 
     def fault(self, error: RuntimeError) -> EngineError:
-        """What a CUDA error means for the step that met it; notes if it was the last one."""
+        """What a CUDA error means for the step that met it; notes if it was the last one.
+
+        To be raised from that error: its words are for the log, not for clients.
+        """
         try:
             torch.cuda.synchronize()
-        except RuntimeError as lasting:
-            self._lost = str(lasting)
-            return EngineLostError(f"the CUDA context is lost: {error}")
-        return EngineError(f"the step failed on the device: {error}")
+        except RuntimeError:
+            self._is_lost = True
+            return EngineLostError(_CONTEXT_LOST)
+        return EngineError("the step failed on the device")
 
     def close(self) -> None:
-        if self._lost is not None:
+        if self._is_lost:
             # Nothing can be freed any more; the driver does it when the process ends.
             return
         torch.cuda.synchronize()
