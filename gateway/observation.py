@@ -6,20 +6,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gateway.completion import Delta, Event, Finished, Started
+from gateway.request_span import RequestSpan
 from shared.errors import ServingError
+from shared.identity import client_identity
 from shared.metrics import GatewayMetrics
 
 
 class Observation:
     """What was seen of one generation."""
 
-    def __init__(self, metrics: GatewayMetrics, method: str) -> None:
+    def __init__(self, metrics: GatewayMetrics, method: str, span: RequestSpan) -> None:
         self._metrics = metrics
         self._method = method
+        self._span = span
+        # Known once it has been checked.
+        self.request_id = ""
         self._finished: Finished | None = None
         self._num_tokens = 0
         self._num_deltas = 0
         self._prompt_tokens = 0
+
+    @property
+    def traceparent(self) -> str:
+        """For the worker that serves it."""
+        return self._span.traceparent
 
     def see(self, event: Event) -> None:
         """Called once for each event; counted at the end, as counters take locks."""
@@ -34,6 +44,12 @@ class Observation:
 
     def count(self, outcome: str, duration_s: float) -> None:
         """Once, when the generation has ended, however it did."""
+        self._span.end(
+            outcome,
+            request_id=self.request_id,
+            client=client_identity(),
+            finished=self._finished,
+        )
         metrics = self._metrics
         metrics.requests.labels(self._method, outcome).inc()
         metrics.request_duration.observe(duration_s)
@@ -53,9 +69,9 @@ class Observation:
 
 
 @contextmanager
-def observed(metrics: GatewayMetrics, method: str) -> Iterator[Observation]:
-    """Counts the block as one generation."""
-    observation = Observation(metrics, method)
+def observed(metrics: GatewayMetrics, method: str, span: RequestSpan) -> Iterator[Observation]:
+    """Counts the block as one generation, and ends its span."""
+    observation = Observation(metrics, method, span)
     begin = time.monotonic()
     outcome = "INTERNAL"
     try:

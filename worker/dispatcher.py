@@ -24,6 +24,7 @@ from shared.errors import (
 from shared.metrics import WorkerMetrics
 from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from shared.tracing import Tracer
 from worker.convert import (
     HANDLE_BITS,
     to_failure,
@@ -48,6 +49,7 @@ from worker.messages import (
     Trace,
     Traced,
 )
+from worker.request_spans import RequestSpans
 
 RETRY_AFTER_MS = 1000
 LOAD_INTERVAL_S = 0.25
@@ -72,10 +74,12 @@ class Dispatcher:
         send: Callable[[Command], None],
         limits: DispatcherLimits,
         metrics: WorkerMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self._send = send
         self._limits = limits
         self._metrics = metrics
+        self._spans = RequestSpans(tracer)
         self._links: dict[int, Link] = {}
         self._link_ids = itertools.count(1)
         # Public id of each live request -> uid.
@@ -271,6 +275,7 @@ class Dispatcher:
         self._uids[submit.request_id] = uid
         link.live[submit.handle] = submit.request_id
         link.waiting.add(submit.handle)
+        self._spans.open(uid, submit)
         self._send(Submit(request))
 
     def _refusal(self) -> ServingError | None:
@@ -297,6 +302,7 @@ class Dispatcher:
             request_id = link.forget(handle)
             if request_id is not None:
                 self._forget(request_id, "ABANDONED")
+                self._spans.close(uid_of(link.link_id, handle), None)
         if handles:
             uids = tuple(uid_of(link.link_id, handle) for handle in handles)
             self._send(Abort(uids, report=False))
@@ -332,6 +338,7 @@ class Dispatcher:
         request_id = link.push_ended(ended, committed_at) if link is not None else None
         if request_id is None:
             return
+        self._spans.close(ended.uid, ended)
         if isinstance(ended, Failed):
             self._forget(request_id, ended.code.name)
             return

@@ -30,6 +30,7 @@ PB_USERS = {
     "worker.convert",
     "worker.dispatcher",
     "worker.link",
+    "worker.request_spans",
     "worker.server",
     "worker.service",
 }
