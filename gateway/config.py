@@ -3,17 +3,22 @@
 `--max-live-requests 64` and `TANDEM_GATEWAY_MAX_LIVE_REQUESTS=64` are the same; the flag wins.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from shared.grpc_options import MAX_MESSAGE_BYTES
 from shared.settings import complaints
 
 EXIT_BAD_CONFIGURATION = 2
+# As a worker that cannot listen.
+EXIT_CANNOT_LISTEN = 2
+
+_MOST_PROCESSES = 8
 
 
 def _split(value: Any) -> Any:
@@ -27,6 +32,7 @@ def _split(value: Any) -> Any:
 
 _Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
 _Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+_Processes = Annotated[PositiveInt | None, BeforeValidator(lambda v: None if v == "auto" else v)]
 
 
 class GatewayConfig(BaseSettings):
@@ -46,6 +52,10 @@ class GatewayConfig(BaseSettings):
     )
     workers: _Addresses = Field(
         default=("127.0.0.1:50052",), description="addresses of the workers, separated by commas"
+    )
+    processes: _Processes = Field(
+        default=None,
+        description="that share the port; auto: one less than there are cores, 1 to 8",
     )
     tokens: _Secrets = Field(
         default=(),
@@ -84,7 +94,9 @@ class GatewayConfig(BaseSettings):
     )
     metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="its port; 0: none")
-    max_live_requests: int = Field(default=4096, ge=1, description="most requests at once")
+    max_live_requests: int = Field(
+        default=4096, ge=1, description="most requests at once, in each process"
+    )
     max_message_bytes: int = Field(
         default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
     )
@@ -129,3 +141,15 @@ def load_config(arguments: Sequence[str]) -> GatewayConfig:
         for line in complaints("tandem gateway", GatewayConfig, error):
             print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIGURATION)
+
+
+def resolved_processes(processes: int | None) -> int:
+    """How many; "auto", which is None, leaves a core to the worker.
+
+    Only on Linux do processes that share a port share its connections.
+    """
+    if processes is not None:
+        return processes
+    if sys.platform != "linux":
+        return 1
+    return max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
