@@ -28,6 +28,6 @@ class MetadataIdentityInterceptor(grpc.aio.ServerInterceptor):
     ) -> "_Handler | None":
         for key, value in handler_call_details.invocation_metadata or ():
             if key == self._key and isinstance(value, str):
-                identify_client(value[:MAX_IDENTITY_CHARS])
+                identify_client(value[:MAX_IDENTITY_CHARS], by_token=False)
                 break
         return await continuation(handler_call_details)

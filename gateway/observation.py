@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from gateway.completion import Delta, Event, Finished, Started
 from gateway.request_span import RequestSpan
 from shared.errors import ServingError
-from shared.identity import client_identity
+from shared.identity import client_identity, token_identity
 from shared.metrics import GatewayMetrics
 
 
@@ -56,6 +56,9 @@ class Observation:
         metrics.messages.inc(self._num_deltas)
         metrics.generation_tokens.inc(self._num_tokens)
         metrics.prompt_tokens.inc(self._prompt_tokens)
+        if client := token_identity():
+            metrics.client_requests.labels(client, outcome).inc()
+            metrics.client_tokens.labels(client).inc(self._num_tokens)
         if self._finished is None or not self._finished.completion_tokens:
             return
         timings, num_tokens = self._finished.timings, self._finished.completion_tokens

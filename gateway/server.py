@@ -2,9 +2,9 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +34,20 @@ from shared.metrics import GatewayMetrics, metrics_exporter
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.reflection import enable_reflection
+from shared.scheduling import batch_other_threads, batch_this_thread
 from shared.shutdown import shutdown_event
 from shared.tasks import TaskSet
 from shared.tls import client_tls, server_credentials, server_tls
 from shared.tokens import TokenStore
+from shared.tracing import Tracer
 
 _log = structlog.get_logger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 # For the last statuses to leave, once no request lives any more.
 _CLOSE_GRACE_S = 1.0
+# Until a process that shares its port listens although no worker is ready.
+_FIRST_WORKER_S = 3.0
 
 
 class AddressInUseError(OSError):
@@ -62,49 +66,78 @@ class RunningGateway:
     tokens: TokenStore
 
 
-async def serve(config: GatewayConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises AddressInUseError, SettingsError."""
-    with shutdown_event() as stop:
-        async with running_gateway(config) as gateway:
-            # What start-up made lives for ever; collections need not look at it again.
-            gc.collect()
-            gc.freeze()
+async def serve(
+    config: GatewayConfig, *, shares_port: bool = False, tracer: Tracer | None = None
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Raises AddressInUseError, SettingsError.
+
+    With `shares_port` it is one of several processes, and their parent says when to stop.
+    """
+    with shutdown_event(second_kills=not shares_port) as stop:
+        async with running_gateway(
+            config, shares_port=shares_port, on_first_worker=_settle, tracer=tracer
+        ) as gateway:
+            _settle()
             _log.info("serving", listen=config.listen, port=gateway.port, workers=config.workers)
-            with hang_ups(gateway.tokens.look_again) if config.tokens_file else nullcontext():
+            # A parent passes the signal on, which must then not be the end.
+            rereads = bool(config.tokens_file) or shares_port
+            with hang_ups(gateway.tokens.look_again) if rereads else nullcontext():
                 await stop.wait()
             _log.info("draining", live_requests=len(gateway.live_requests))
     _log.info("stopped")
 
 
 @asynccontextmanager
-async def running_gateway(config: GatewayConfig) -> AsyncIterator[RunningGateway]:
-    """A gateway that serves inside the block and drains when the block is left."""
+async def running_gateway(
+    config: GatewayConfig,
+    *,
+    shares_port: bool = False,
+    on_first_worker: Callable[[], None] = lambda: None,
+    tracer: Tracer | None = None,
+) -> AsyncIterator[RunningGateway]:
+    """A gateway that serves inside the block and drains when the block is left.
+
+    One that shares its port listens when a worker is ready, or after some seconds without:
+    until then the other processes take the connections. `on_first_worker` is called once.
+    """
     changed = asyncio.Event()
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    live_requests = LiveRequests(config.max_live_requests)
-    metrics.live_requests.set_function(live_requests.__len__)
+    live_requests = LiveRequests(config.max_live_requests, metrics.live_requests.set)
     readiness = Readiness(SERVICE_NAME)
-    tokens = _tokens(config)
+    # First, because a file of theirs may be unfit.
+    tokens, credentials = _tokens(config), _credentials(config)
     with (
-        ThreadPoolExecutor(config.tokenizer_threads, "tokenizer") as executor,
+        ThreadPoolExecutor(
+            config.tokenizer_threads, "tokenizer", initializer=batch_this_thread
+        ) as executor,
         metrics_exporter(registry, config.metrics_host, config.metrics_port),
     ):
         events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
         router = _router(config, executor, events)
-        metrics.workers_ready.set_function(lambda: router.num_ready)
-        service = _service(config, router, executor, live_requests, metrics)
-        server = _server(config, tokens)
+        service = _service(config, router, executor, live_requests, metrics, tracer)
+        server = _server(config, tokens, metrics, shares_port=shares_port)
         pb_grpc.add_InferenceServiceServicer_to_server(service, server)
         enable_reflection(server, (SERVICE_NAME, "grpc.health.v1.Health"))
         await readiness.attach(server)
-        port = _bind(server, config)
-        await server.start()
+        has_worker = asyncio.Event()
+
+        async def on_workers() -> None:
+            metrics.workers_ready.set(router.num_ready)
+            await (readiness.set_serving() if router.num_ready else readiness.set_not_serving())
+            if router.num_ready and not has_worker.is_set():
+                has_worker.set()
+                on_first_worker()
+
         async with TaskSet() as tasks:
             for link in router.links:
                 tasks.start(link.run(), name=f"link {link.address}")
-            tasks.start(_report_readiness(router, readiness, changed), name="readiness")
+            tasks.start(_at_each(changed, on_workers), name="readiness")
             tasks.start(tokens.follow(), name="tokens")
+            if shares_port:
+                await _at_most(_FIRST_WORKER_S, has_worker.wait())
+            port = _bind(server, config.listen, credentials)
+            await server.start()
             try:
                 yield RunningGateway(port, readiness, router, live_requests, tokens)
             finally:
@@ -113,14 +146,28 @@ async def running_gateway(config: GatewayConfig) -> AsyncIterator[RunningGateway
                 await server.stop(_CLOSE_GRACE_S)
 
 
-async def _report_readiness(router: Router, readiness: Readiness, changed: asyncio.Event) -> None:
+def _settle() -> None:
+    """What was made until now lives for ever, and threads that are there now help the loop's.
+
+    Called twice: the tokenizer, with its tables, comes with the first worker.
+    """
+    gc.collect()
+    gc.freeze()
+    batch_other_threads()
+
+
+async def _at_each(event: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
     while True:
-        await changed.wait()
-        changed.clear()
-        if router.num_ready:
-            await readiness.set_serving()
-        else:
-            await readiness.set_not_serving()
+        await event.wait()
+        event.clear()
+        await work()
+
+
+async def _at_most(timeout_s: float, work: Awaitable[object]) -> None:
+    """Waits for the work, but no longer than this."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await work
 
 
 def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents) -> Router:
@@ -174,6 +221,7 @@ def _service(
     executor: ThreadPoolExecutor,
     live_requests: LiveRequests,
     metrics: GatewayMetrics,
+    tracer: Tracer | None,
 ) -> InferenceService:
     encoder = PromptEncoder(
         executor,
@@ -186,26 +234,32 @@ def _service(
         default_timeout_s=config.default_timeout_s,
         slow_reader_limit_s=config.slow_reader_limit_s,
     )
-    return InferenceService(generator, router, encoder, live_requests, metrics, limits=limits)
+    return InferenceService(
+        generator, router, encoder, live_requests, metrics, limits=limits, tracer=tracer
+    )
 
 
-def _server(config: GatewayConfig, tokens: TokenStore) -> grpc.aio.Server:
+def _server(
+    config: GatewayConfig, tokens: TokenStore, metrics: GatewayMetrics, *, shares_port: bool
+) -> grpc.aio.Server:
     interceptors = server_interceptors()
     if tokens.is_required:
-        interceptors.append(BearerTokenInterceptor(tokens.client_of))
+        refused = metrics.unauthenticated_calls.inc
+        interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
     elif config.client_metadata_key:
         interceptors.append(MetadataIdentityInterceptor(config.client_metadata_key))
     return grpc.aio.server(
         interceptors=interceptors,
-        options=server_options(max_message_bytes=config.max_message_bytes),
+        options=server_options(max_message_bytes=config.max_message_bytes, reuse_port=shares_port),
     )
 
 
-def _bind(server: grpc.aio.Server, config: GatewayConfig) -> int:
-    """The port. Raises AddressInUseError, and SettingsError when a certificate is unfit."""
+def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
     tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
-    credentials = None if tls is None else server_credentials(tls, _complain)
-    address = config.listen
+    return None if tls is None else server_credentials(tls, _complain)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     try:
         port = (
             server.add_insecure_port(address)

@@ -24,7 +24,7 @@ class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         client_of: Callable[[str], str | None],
-        on_refusal: Callable[[], None] = lambda: None,
+        on_refusal: Callable[[], None],
     ) -> None:
         self._client_of = client_of
         self._on_refusal = on_refusal
@@ -38,7 +38,7 @@ class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         client = self._client(handler_call_details.invocation_metadata or ())
         if client is not None:
-            identify_client(client)
+            identify_client(client, by_token=True)
             return await continuation(handler_call_details)
         self._on_refusal()
         # Of this kind, whatever the method's is: its message is not read.

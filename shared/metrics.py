@@ -107,6 +107,11 @@ class WorkerMetrics:
         self.engine_losses = Counter(
             "tandem_engine_losses", "Engine processes that died.", registry=registry
         )
+        self.unauthenticated_calls = Counter(
+            "tandem_unauthenticated_calls",
+            "Calls refused because they brought no known token.",
+            registry=registry,
+        )
         self.links = Gauge("tandem_links", "Gateways connected.", registry=registry)
         self.queue_time = Histogram(
             "tandem_request_queue_time_seconds",
@@ -180,6 +185,23 @@ class GatewayMetrics:
             "tandem_request_duration_seconds",
             "Arrival at the gateway to the end.",
             buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.client_requests = Counter(
+            "tandem_client_requests",
+            "RPCs of a client that a token of ours names, by how they ended.",
+            ["client", "outcome"],
+            registry=registry,
+        )
+        self.client_tokens = Counter(
+            "tandem_client_generation_tokens",
+            "Tokens delivered to a client that a token of ours names.",
+            ["client"],
+            registry=registry,
+        )
+        self.unauthenticated_calls = Counter(
+            "tandem_unauthenticated_calls",
+            "Calls refused because they brought no known token.",
             registry=registry,
         )
         self.hop_lag = Histogram(

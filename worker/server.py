@@ -20,9 +20,11 @@ from shared.interceptors import server_interceptors
 from shared.metrics import WorkerMetrics, metrics_exporter, register_load
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc
 from shared.reflection import enable_reflection
+from shared.scheduling import batch_other_threads
 from shared.tasks import TaskSet
 from shared.tls import server_credentials, server_tls
 from shared.tokens import TokenStore
+from shared.tracing import Tracer
 from shared.version import tandem_version
 from worker.config import WorkerConfig
 from worker.dispatcher import Dispatcher, DispatcherLimits
@@ -46,6 +48,7 @@ async def serve(
     spawn: Callable[[], EngineProcess],
     stop: asyncio.Event,
     *,
+    tracer: Tracer | None = None,
     on_listening: Callable[[int], None] | None = None,
 ) -> None:
     """Serves until `stop` is set, then drains and returns.
@@ -62,14 +65,19 @@ async def serve(
         hang_timeout_s=config.hang_timeout_s,
     )
     registry = CollectorRegistry()
-    dispatcher = Dispatcher(supervisor.send, _limits(config), WorkerMetrics(registry))
+    metrics = WorkerMetrics(registry)
+    dispatcher = Dispatcher(supervisor.send, _limits(config), metrics, tracer)
     register_load(registry, lambda: dispatcher.load)
     readiness = Readiness(SERVICE_NAME)
     async with AsyncExitStack() as stack:
         stack.callback(first.end)
         _export(stack, registry, config)
         tokens = TokenStore((), Path(config.tokens_file) if config.tokens_file else None)
-        server = await _build_server(config, dispatcher, readiness, tokens)
+        interceptors = server_interceptors()
+        if tokens.is_required:
+            refused = metrics.unauthenticated_calls.inc
+            interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
+        server = await _build_server(config, dispatcher, readiness, interceptors)
         port = _bind(server, config)
         tasks = await stack.enter_async_context(TaskSet())
         await server.start()
@@ -83,7 +91,9 @@ async def serve(
         if config.tokens_file:
             stack.enter_context(hang_ups(tokens.look_again))
         # What lives now lives for ever; a full collection must not look at it again.
+        gc.collect()
         gc.freeze()
+        batch_other_threads()
         stopping = tasks.start(stop.wait(), name="stop")
         await asyncio.wait((supervision, stopping), return_when=asyncio.FIRST_COMPLETED)
         supervisor.stop_restarting()
@@ -143,11 +153,11 @@ async def _report_health(dispatcher: Dispatcher, readiness: Readiness) -> None:
 
 
 async def _build_server(
-    config: WorkerConfig, dispatcher: Dispatcher, readiness: Readiness, tokens: TokenStore
+    config: WorkerConfig,
+    dispatcher: Dispatcher,
+    readiness: Readiness,
+    interceptors: list[grpc.aio.ServerInterceptor],
 ) -> grpc.aio.Server:
-    interceptors = server_interceptors()
-    if tokens.is_required:
-        interceptors.append(BearerTokenInterceptor(tokens.client_of))
     server = grpc.aio.server(
         interceptors=interceptors,
         options=server_options(max_message_bytes=config.max_message_bytes),
