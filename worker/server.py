@@ -73,11 +73,7 @@ async def serve(
         stack.callback(first.end)
         _export(stack, registry, config)
         tokens = TokenStore((), Path(config.tokens_file) if config.tokens_file else None)
-        interceptors = server_interceptors()
-        if tokens.is_required:
-            refused = metrics.unauthenticated_calls.inc
-            interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
-        server = await _build_server(config, dispatcher, readiness, interceptors)
+        server = await _build_server(config, dispatcher, readiness, _interceptors(tokens, metrics))
         port = _bind(server, config)
         tasks = await stack.enter_async_context(TaskSet())
         await server.start()
@@ -171,6 +167,14 @@ async def _build_server(
     await readiness.attach(server)
     enable_reflection(server, (SERVICE_NAME, health.SERVICE_NAME))
     return server
+
+
+def _interceptors(tokens: TokenStore, metrics: WorkerMetrics) -> list[grpc.aio.ServerInterceptor]:
+    interceptors = server_interceptors()
+    if tokens.is_required:
+        refused = metrics.unauthenticated_calls.inc
+        interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
+    return interceptors
 
 
 def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
