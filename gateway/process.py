@@ -5,13 +5,16 @@
 
 import asyncio
 import os
+import socket
 import sys
+from functools import partial
 
 import structlog
 import uvloop
 
 from gateway.config import EXIT_CANNOT_LISTEN, GatewayConfig, load_config
-from gateway.server import serve
+from gateway.server import Turn, serve
+from gateway.supervisor import ABLE
 from shared.errors import SettingsError
 from shared.logs import LogFormat, configure_logging
 from shared.merged_metrics import FOLDER_VARIABLE, count_in_files
@@ -19,13 +22,13 @@ from shared.parent import die_with_parent
 from shared.tracing import open_tracer
 
 
-def run(config: GatewayConfig, *, shares_port: bool = False) -> int:
+def run(config: GatewayConfig, turn: Turn | None = None) -> int:
     """Serves until told to stop. Returns the exit code."""
     tracer = None
     try:
         tracer = open_tracer("tandem-gateway", os.environ)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, shares_port=shares_port, tracer=tracer))
+            runner.run(serve(config, turn=turn, tracer=tracer))
     except (OSError, SettingsError) as error:
         print(f"tandem gateway: {error}", file=sys.stderr)
         return EXIT_CANNOT_LISTEN
@@ -46,7 +49,16 @@ def main() -> int:
         count_in_files(int(slot))
     # The parent has the port, with its number, and serves the metrics.
     ours = config.model_copy(update={"listen": address, "metrics_port": 0})
-    return run(ours, shares_port=True)
+    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as line:
+        return run(ours, partial(_turn, line))
+
+
+async def _turn(line: socket.socket) -> None:
+    """Says to the parent that this process could serve, and returns when it may listen."""
+    loop = asyncio.get_running_loop()
+    line.setblocking(False)
+    await loop.sock_sendall(line, ABLE)
+    await loop.sock_recv(line, 1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import structlog
@@ -49,6 +50,9 @@ _CLOSE_GRACE_S = 1.0
 # Until a process that shares its port listens although no worker is ready.
 _FIRST_WORKER_S = 3.0
 
+# Returns when a process may listen on the port that it shares.
+Turn: TypeAlias = Callable[[], Awaitable[None]]
+
 
 class AddressInUseError(OSError):
     """The address to listen on cannot be had."""
@@ -67,20 +71,21 @@ class RunningGateway:
 
 
 async def serve(
-    config: GatewayConfig, *, shares_port: bool = False, tracer: Tracer | None = None
+    config: GatewayConfig, *, turn: Turn | None = None, tracer: Tracer | None = None
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises AddressInUseError, SettingsError.
 
-    With `shares_port` it is one of several processes, and their parent says when to stop.
+    With a `turn` it is one of several processes that share the port.
     """
-    with shutdown_event(second_kills=not shares_port) as stop:
+    # Their parent says when to stop, and when that must be at once.
+    with shutdown_event(second_kills=turn is None) as stop:
         async with running_gateway(
-            config, shares_port=shares_port, on_first_worker=_settle, tracer=tracer
+            config, turn=turn, on_first_worker=_settle, tracer=tracer
         ) as gateway:
             _settle()
             _log.info("serving", listen=config.listen, port=gateway.port, workers=config.workers)
             # A parent passes the signal on, which must then not be the end.
-            rereads = bool(config.tokens_file) or shares_port
+            rereads = bool(config.tokens_file) or turn is not None
             with hang_ups(gateway.tokens.look_again) if rereads else nullcontext():
                 await stop.wait()
             _log.info("draining", live_requests=len(gateway.live_requests))
@@ -91,14 +96,15 @@ async def serve(
 async def running_gateway(
     config: GatewayConfig,
     *,
-    shares_port: bool = False,
+    turn: Turn | None = None,
     on_first_worker: Callable[[], None] = lambda: None,
     tracer: Tracer | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway that serves inside the block and drains when the block is left.
 
-    One that shares its port listens when a worker is ready, or after some seconds without:
-    until then the other processes take the connections. `on_first_worker` is called once.
+    With a `turn` it shares its port with other processes, and listens when a worker is
+    ready, or after some seconds without, and the turn has come: until then the others take
+    the connections. `on_first_worker` is called once.
     """
     changed = asyncio.Event()
     registry = CollectorRegistry()
@@ -116,7 +122,7 @@ async def running_gateway(
         events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
         router = _router(config, executor, events)
         service = _service(config, router, executor, live_requests, metrics, tracer)
-        server = _server(config, tokens, metrics, shares_port=shares_port)
+        server = _server(config, tokens, metrics, shares_port=turn is not None)
         pb_grpc.add_InferenceServiceServicer_to_server(service, server)
         enable_reflection(server, (SERVICE_NAME, "grpc.health.v1.Health"))
         await readiness.attach(server)
@@ -134,8 +140,9 @@ async def running_gateway(
                 tasks.start(link.run(), name=f"link {link.address}")
             tasks.start(_at_each(changed, on_workers), name="readiness")
             tasks.start(tokens.follow(), name="tokens")
-            if shares_port:
+            if turn is not None:
                 await _at_most(_FIRST_WORKER_S, has_worker.wait())
+                await turn()
             port = _bind(server, config.listen, credentials)
             await server.start()
             try:

@@ -1,15 +1,20 @@
 """Keeps several gateway processes running on one port, and serves their metrics as one.
 
-Knows a process by its exit alone. It imports nothing of gRPC: the processes have an event
-loop and gRPC's threads each, their parent has nothing that could break or block. They are
-started as commands rather than through multiprocessing, because they share nothing but a
-port and a folder: there is nothing to pickle, no resource tracker beside them, and each has
-an environment, a command line and an exit code that a person can read.
+Knows a process by its exit and by one byte: on its stdin, which is a socket, it says that
+it could serve, and is told when to listen. The first ones listen at the same moment, for
+clients that come early and stay would all be with the first.
+
+Imports nothing of gRPC: the processes have an event loop and gRPC's threads each, their
+parent has nothing that could break or block. They are started as commands rather than
+through multiprocessing, because they share nothing but a port and a folder: there is
+nothing to pickle, no resource tracker beside them, and each has an environment, a command
+line and an exit code that a person can read.
 """
 
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +33,14 @@ from shared.metrics import SupervisorMetrics, metrics_exporter
 
 EXIT_FAILED = 1
 
+# What is said on a process's stdin.
+ABLE = b"a"
+LISTEN = b"l"
+
 # Beyond the processes' own drain grace: whoever is still there then has hung.
 _DRAIN_MARGIN_S = 10.0
+# Until those that are able listen without the rest.
+_FIRST_LISTEN_S = 10.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log = structlog.get_logger(__name__)
@@ -94,6 +105,9 @@ class Supervisor:
         self._on_change = on_change
         self._on_loss = on_loss
         self._children: dict[int, _Child] = {}
+        # Of the first processes those that have not said yet that they could serve.
+        self._unable = set(range(num_processes))
+        self._all_able = asyncio.Event()
         self._stop = asyncio.Event()
         self._exit_code = 0
 
@@ -139,18 +153,44 @@ class Supervisor:
 
     async def _live(self, slot: int) -> tuple[int, float]:
         """One process from its start to its end: the exit code, and how long that took."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command(slot),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=self._environment,
-                # A group of its own, which Ctrl-C at the terminal does not reach: it is
-                # this process that says when to drain.
-                process_group=0,
-            )
-        except OSError as error:
-            _log.error("gateway process not started", process=slot, error=str(error))
-            return EXIT_FAILED, 0.0
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with ours, theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command(slot),
+                    stdin=theirs.fileno(),
+                    env=self._environment,
+                    # A group of its own, which Ctrl-C at the terminal does not reach: it is
+                    # this process that says when to drain.
+                    process_group=0,
+                )
+            except OSError as error:
+                _log.error("gateway process not started", process=slot, error=str(error))
+                return EXIT_FAILED, 0.0
+            theirs.close()
+            async with asyncio.TaskGroup() as tasks:
+                admission = tasks.create_task(self._admit(slot, ours))
+                ended = await self._wait(slot, process)
+                admission.cancel()
+            return ended
+
+    async def _admit(self, slot: int, line: socket.socket) -> None:
+        """Lets a process listen, together with the other first ones."""
+        loop = asyncio.get_running_loop()
+        # Both ends fail when the process does, which is seen elsewhere.
+        with suppress(OSError):
+            if not await loop.sock_recv(line, 1):
+                return
+            self._unable.discard(slot)
+            if not self._unable:
+                self._all_able.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_LISTEN_S):
+                    await self._all_able.wait()
+            await loop.sock_sendall(line, LISTEN)
+
+    async def _wait(self, slot: int, process: asyncio.subprocess.Process) -> tuple[int, float]:
         child = _Child(process, time.monotonic())
         self._children[slot] = child
         self._on_change(len(self._children))

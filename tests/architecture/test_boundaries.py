@@ -171,6 +171,16 @@ def test_the_engine_process_has_no_grpc() -> None:
     assert ran.stdout.strip() == "False"
 
 
+def test_the_parent_of_gateway_processes_has_no_grpc() -> None:
+    # It may start another at any time, and has nothing that could hang.
+    program = "import sys, gateway.__main__; print({'grpc', 'uvloop'} & set(sys.modules))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "set()"
+
+
 @pytest.mark.parametrize("service", [InferenceService, WorkerService])
 def test_every_handler_is_a_coroutine_or_an_async_generator(service: type) -> None:
     # A plain function or generator runs on a thread, where cancelling it hangs the call.
