@@ -16,7 +16,9 @@ from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.tls import ClientTls, open_channel
 
 _ADVICE = {
-    grpc.StatusCode.UNAVAILABLE: "is a gateway ready at {address}? `tandem up` starts one",
+    grpc.StatusCode.UNAVAILABLE: (
+        "is a gateway ready at {address}? `tandem up` starts one; one with TLS needs --tls-ca"
+    ),
     grpc.StatusCode.NOT_FOUND: "`tandem model` shows what is served",
     grpc.StatusCode.DEADLINE_EXCEEDED: "a longer --timeout gives it more time",
     grpc.StatusCode.UNIMPLEMENTED: "leave that option out, or update the server",
