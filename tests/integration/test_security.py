@@ -139,11 +139,13 @@ async def test_a_worker_is_traced_with_a_certificate_and_its_token(
 ) -> None:
     out = secure_pair.folder / "trace.json.gz"
     command = ("trace", "--address", secure_pair.worker.address, "--steps", "5", "--out", str(out))
-    async with caller(secure_pair) as stub:
-        request = pb.GenerateRequest(text=TEXT, max_tokens=50)
-        stub.Generate(request, metadata=bearer_metadata(HERS))
-        environment = secure_pair.environment(WORKER_TOKEN)
-        ran = await asyncio.to_thread(tandem, *command, environment=environment)
+    environment = secure_pair.environment(WORKER_TOKEN)
+    request = pb.GenerateRequest(text=TEXT, max_tokens=20)
+    async with caller(secure_pair) as stub, asyncio.TaskGroup() as tasks:
+        tracing = tasks.create_task(asyncio.to_thread(tandem, *command, environment=environment))
+        while not tracing.done():
+            await stub.Generate(request, metadata=bearer_metadata(HERS))
+    ran = tracing.result()
     assert ran.returncode == 0, ran.stderr
     assert out.exists()
 
