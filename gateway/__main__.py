@@ -1,34 +1,37 @@
 """Entry point: `python -m gateway`."""
 
-import asyncio
+import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import Protocol, cast
 
-import uvloop
+import structlog
 
-from gateway.config import GatewayConfig, load_config
-from gateway.server import serve
+from gateway.config import EXIT_CANNOT_LISTEN, GatewayConfig, load_config, resolved_processes
+from gateway.supervisor import supervise
 from shared.logs import LogFormat, configure_logging
 
-# As a worker that cannot listen.
-EXIT_CANNOT_LISTEN = 2
+
+class _Process(Protocol):
+    def run(self, config: GatewayConfig) -> int: ...
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a gateway until it is told to stop. Returns the exit code."""
-    return run(load_config(sys.argv[1:] if arguments is None else arguments))
-
-
-def run(config: GatewayConfig) -> int:
-    """The same with settings at hand."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    config = load_config(arguments)
     configure_logging("gateway", LogFormat(config.log_format), level=config.log_level)
+    num_processes = resolved_processes(config.processes)
+    structlog.get_logger(__name__).info("settings", processes=num_processes)
+    if num_processes == 1:
+        # Only here: a parent of several processes has no use for gRPC and its threads.
+        return cast(_Process, importlib.import_module("gateway.process")).run(config)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config))
+        return supervise(config, num_processes, arguments, os.environ)
     except OSError as error:
         print(f"tandem gateway: {error}", file=sys.stderr)
         return EXIT_CANNOT_LISTEN
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,16 +3,22 @@
 `--max-live-requests 64` and `TANDEM_GATEWAY_MAX_LIVE_REQUESTS=64` are the same; the flag wins.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
 from shared.grpc_options import MAX_MESSAGE_BYTES
+from shared.settings import complaints
 
 EXIT_BAD_CONFIGURATION = 2
+# As a worker that cannot listen.
+EXIT_CANNOT_LISTEN = 2
+
+_MOST_PROCESSES = 8
 
 
 def _split(value: Any) -> Any:
@@ -26,6 +32,7 @@ def _split(value: Any) -> Any:
 
 _Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
 _Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
+_Processes = Annotated[PositiveInt | None, BeforeValidator(lambda v: None if v == "auto" else v)]
 
 
 class GatewayConfig(BaseSettings):
@@ -46,13 +53,50 @@ class GatewayConfig(BaseSettings):
     workers: _Addresses = Field(
         default=("127.0.0.1:50052",), description="addresses of the workers, separated by commas"
     )
+    processes: _Processes = Field(
+        default=None,
+        description="that share the port; auto: one less than there are cores, 1 to 8",
+    )
     tokens: _Secrets = Field(
         default=(),
         description="bearer tokens that clients may bring, separated by commas; none: open",
     )
+    tokens_file: str = Field(
+        default="",
+        description="file of further bearer tokens or their hashes, one a line; read again "
+        "when it changes and on SIGHUP",
+    )
+    client_metadata_key: str = Field(
+        default="",
+        pattern="^[a-z0-9_.-]*$",
+        description="metadata key that names the client where no tokens are set; empty: none",
+    )
+    tls_cert: str = Field(
+        default="", description="PEM file of the certificate chain; empty: no TLS"
+    )
+    tls_key: str = Field(default="", description="PEM file of its key")
+    tls_client_ca: str = Field(
+        default="", description="PEM file of authorities; clients must have a certificate of theirs"
+    )
+    worker_tls_ca: str = Field(
+        default="",
+        description="PEM file of the workers' authorities, or public; empty: no TLS to workers",
+    )
+    worker_tls_cert: str = Field(
+        default="", description="PEM file of the certificate chain for workers that ask for one"
+    )
+    worker_tls_key: str = Field(default="", description="PEM file of its key")
+    worker_tls_server_name: str = Field(
+        default="", description="name in the workers' certificates, if not their address"
+    )
+    worker_token_file: str = Field(
+        default="", description="file that holds the bearer token for workers that ask for one"
+    )
     metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="its port; 0: none")
-    max_live_requests: int = Field(default=4096, ge=1, description="most requests at once")
+    max_live_requests: int = Field(
+        default=4096, ge=1, description="most requests at once, in each process"
+    )
     max_message_bytes: int = Field(
         default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
     )
@@ -94,11 +138,18 @@ def load_config(arguments: Sequence[str]) -> GatewayConfig:
     try:
         return CliApp.run(GatewayConfig, cli_args=list(arguments))
     except ValidationError as error:
-        for problem in error.errors():
-            name = str(problem["loc"][0]) if problem["loc"] else ""
-            flag = f"--{name.replace('_', '-')}: " if name else ""
-            print(
-                f"tandem gateway: {flag}{problem['msg']} (got {problem.get('input')!r})",
-                file=sys.stderr,
-            )
+        for line in complaints("tandem gateway", GatewayConfig, error):
+            print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIGURATION)
+
+
+def resolved_processes(processes: int | None) -> int:
+    """How many; "auto", which is None, leaves a core to the worker.
+
+    Only on Linux do processes that share a port share its connections.
+    """
+    if processes is not None:
+        return processes
+    if sys.platform != "linux":
+        return 1
+    return max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))

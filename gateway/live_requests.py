@@ -1,7 +1,7 @@
 """The requests that live in this gateway: how many, under which ids, and how to end them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -85,8 +85,10 @@ class LiveRequest:
 class LiveRequests:
     """Admits requests up to a bound, and none once the gateway drains."""
 
-    def __init__(self, max_live: int) -> None:
+    def __init__(self, max_live: int, on_change: Callable[[int], None] = lambda _: None) -> None:
+        """`on_change` is told how many live, once for each begin and end."""
         self._max_live = max_live
+        self._on_change = on_change
         self._by_id: dict[str, LiveRequest] = {}
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -115,10 +117,12 @@ class LiveRequests:
         request = LiveRequest(request_id)
         self._by_id[request_id] = request
         self._idle.clear()
+        self._on_change(len(self._by_id))
         try:
             yield request
         finally:
             del self._by_id[request_id]
+            self._on_change(len(self._by_id))
             if not self._by_id:
                 self._idle.set()
 

@@ -6,21 +6,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gateway.completion import Delta, Event, Finished, Started
+from gateway.request_span import RequestSpan
 from shared.errors import ServingError
+from shared.identity import client_identity, token_identity
 from shared.metrics import GatewayMetrics
 
 
 class Observation:
     """What was seen of one generation."""
 
-    def __init__(self, metrics: GatewayMetrics, method: str) -> None:
+    def __init__(self, metrics: GatewayMetrics, method: str, span: RequestSpan) -> None:
         self._metrics = metrics
         self._method = method
+        self._span = span
+        # Known once it has been checked.
+        self.request_id = ""
         # One for each completion.
         self._finished: list[Finished] = []
         self._num_tokens = 0
         self._num_deltas = 0
         self._prompt_tokens = 0
+
+    @property
+    def traceparent(self) -> str:
+        """For the worker that serves it."""
+        return self._span.traceparent
 
     def see(self, event: Event) -> None:
         """Called once for each event; counted at the end, as counters take locks."""
@@ -35,12 +45,21 @@ class Observation:
 
     def count(self, outcome: str, duration_s: float) -> None:
         """Once, when the generation has ended, however it did."""
+        self._span.end(
+            outcome,
+            request_id=self.request_id,
+            client=client_identity(),
+            finished=self._finished,
+        )
         metrics = self._metrics
         metrics.requests.labels(self._method, outcome).inc()
         metrics.request_duration.observe(duration_s)
         metrics.messages.inc(self._num_deltas)
         metrics.generation_tokens.inc(self._num_tokens)
         metrics.prompt_tokens.inc(self._prompt_tokens)
+        if client := token_identity():
+            metrics.client_requests.labels(client, outcome).inc()
+            metrics.client_tokens.labels(client).inc(self._num_tokens)
         for finished in self._finished:
             timings, num_tokens = finished.timings, finished.completion_tokens
             if num_tokens:
@@ -55,9 +74,9 @@ class Observation:
 
 
 @contextmanager
-def observed(metrics: GatewayMetrics, method: str) -> Iterator[Observation]:
-    """Counts the block as one generation."""
-    observation = Observation(metrics, method)
+def observed(metrics: GatewayMetrics, method: str, span: RequestSpan) -> Iterator[Observation]:
+    """Counts the block as one generation, and ends its span."""
+    observation = Observation(metrics, method, span)
     begin = time.monotonic()
     outcome = "INTERNAL"
     try:

@@ -2,16 +2,18 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.auth import BearerTokenInterceptor
+from gateway.auth import MetadataIdentityInterceptor
 from gateway.backoff import Breaker
 from gateway.config import GatewayConfig
 from gateway.encoding import PromptEncoder
@@ -21,22 +23,35 @@ from gateway.router import Router
 from gateway.service import InferenceService, ServiceLimits
 from gateway.tokenizer import TemplateLimits
 from gateway.tokenizer_store import TokenizerStore
+from gateway.worker_dialer import WorkerDialer
 from gateway.worker_link import LinkEvents, LinkTimes, WorkerLink
+from shared.auth import BearerTokenInterceptor
+from shared.errors import SettingsError
 from shared.grpc_options import channel_options, server_options
+from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
 from shared.metrics import GatewayMetrics, metrics_exporter
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.reflection import enable_reflection
+from shared.scheduling import batch_other_threads, batch_this_thread
 from shared.shutdown import shutdown_event
 from shared.tasks import TaskSet
+from shared.tls import client_tls, server_credentials, server_tls
+from shared.tokens import TokenStore
+from shared.tracing import Tracer
 
 _log = structlog.get_logger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 # For the last statuses to leave, once no request lives any more.
 _CLOSE_GRACE_S = 1.0
+# Until a process that shares its port listens although no worker is ready.
+_FIRST_WORKER_S = 3.0
+
+# Returns when a process may listen on the port that it shares.
+Turn: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class AddressInUseError(OSError):
@@ -52,64 +67,114 @@ class RunningGateway:
     readiness: Readiness
     router: Router
     live_requests: LiveRequests
+    tokens: TokenStore
 
 
-async def serve(config: GatewayConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises AddressInUseError."""
-    with shutdown_event() as stop:
-        async with running_gateway(config) as gateway:
-            # What start-up made lives for ever; collections need not look at it again.
-            gc.collect()
-            gc.freeze()
+async def serve(
+    config: GatewayConfig, *, turn: Turn | None = None, tracer: Tracer | None = None
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Raises AddressInUseError, SettingsError.
+
+    With a `turn` it is one of several processes that share the port.
+    """
+    # Their parent says when to stop, and when that must be at once.
+    with shutdown_event(second_kills=turn is None) as stop:
+        async with running_gateway(
+            config, turn=turn, on_first_worker=_settle, tracer=tracer
+        ) as gateway:
+            _settle()
             _log.info("serving", listen=config.listen, port=gateway.port, workers=config.workers)
-            await stop.wait()
+            # A parent passes the signal on, which must then not be the end.
+            rereads = bool(config.tokens_file) or turn is not None
+            with hang_ups(gateway.tokens.look_again) if rereads else nullcontext():
+                await stop.wait()
             _log.info("draining", live_requests=len(gateway.live_requests))
     _log.info("stopped")
 
 
 @asynccontextmanager
-async def running_gateway(config: GatewayConfig) -> AsyncIterator[RunningGateway]:
-    """A gateway that serves inside the block and drains when the block is left."""
+async def running_gateway(
+    config: GatewayConfig,
+    *,
+    turn: Turn | None = None,
+    on_first_worker: Callable[[], None] = lambda: None,
+    tracer: Tracer | None = None,
+) -> AsyncIterator[RunningGateway]:
+    """A gateway that serves inside the block and drains when the block is left.
+
+    With a `turn` it shares its port with other processes, and listens when a worker is
+    ready, or after some seconds without, and the turn has come: until then the others take
+    the connections. `on_first_worker` is called once.
+    """
     changed = asyncio.Event()
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    live_requests = LiveRequests(config.max_live_requests)
-    metrics.live_requests.set_function(live_requests.__len__)
+    live_requests = LiveRequests(config.max_live_requests, metrics.live_requests.set)
     readiness = Readiness(SERVICE_NAME)
+    # First, because a file of theirs may be unfit.
+    tokens, credentials = _tokens(config), _credentials(config)
     with (
-        ThreadPoolExecutor(config.tokenizer_threads, "tokenizer") as executor,
+        ThreadPoolExecutor(
+            config.tokenizer_threads, "tokenizer", initializer=batch_this_thread
+        ) as executor,
         metrics_exporter(registry, config.metrics_host, config.metrics_port),
     ):
         events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
         router = _router(config, executor, events)
-        metrics.workers_ready.set_function(lambda: router.num_ready)
-        service = _service(config, router, executor, live_requests, metrics)
-        server = _server(config)
+        service = _service(config, router, executor, live_requests, metrics, tracer)
+        server = _server(config, tokens, metrics, shares_port=turn is not None)
         pb_grpc.add_InferenceServiceServicer_to_server(service, server)
         enable_reflection(server, (SERVICE_NAME, "grpc.health.v1.Health"))
         await readiness.attach(server)
-        port = _bind(server, config.listen)
-        await server.start()
+        has_worker = asyncio.Event()
+
+        async def on_workers() -> None:
+            metrics.workers_ready.set(router.num_ready)
+            await (readiness.set_serving() if router.num_ready else readiness.set_not_serving())
+            if router.num_ready and not has_worker.is_set():
+                has_worker.set()
+                on_first_worker()
+
         async with TaskSet() as tasks:
             for link in router.links:
                 tasks.start(link.run(), name=f"link {link.address}")
-            tasks.start(_report_readiness(router, readiness, changed), name="readiness")
+            tasks.start(_at_each(changed, on_workers), name="readiness")
+            tasks.start(tokens.follow(), name="tokens")
+            if turn is not None:
+                await _at_most(_FIRST_WORKER_S, has_worker.wait())
+                await turn()
+            port = _bind(server, config.listen, credentials)
+            await server.start()
             try:
-                yield RunningGateway(port, readiness, router, live_requests)
+                yield RunningGateway(port, readiness, router, live_requests, tokens)
             finally:
                 await readiness.shut_down()
                 await live_requests.drain(config.drain_grace_s)
                 await server.stop(_CLOSE_GRACE_S)
 
 
-async def _report_readiness(router: Router, readiness: Readiness, changed: asyncio.Event) -> None:
+def _settle() -> None:
+    """What was made until now lives for ever, and threads that are there now help the loop's.
+
+    Called twice: the tokenizer, with its tables, comes with the first worker.
+    """
+    gc.collect()
+    gc.freeze()
+    batch_other_threads()
+
+
+async def _at_each(event: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
     while True:
-        await changed.wait()
-        changed.clear()
-        if router.num_ready:
-            await readiness.set_serving()
-        else:
-            await readiness.set_not_serving()
+        await event.wait()
+        event.clear()
+        await work()
+
+
+async def _at_most(timeout_s: float, work: Awaitable[object]) -> None:
+    """Waits for the work, but no longer than this."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await work
 
 
 def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents) -> Router:
@@ -119,17 +184,13 @@ def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEve
         ping_interval_s=config.worker_silence_limit_s / 5,
         silence_limit_s=config.worker_silence_limit_s,
     )
-    options = channel_options(
-        max_message_bytes=config.max_message_bytes,
-        own_connection=True,
-        max_reconnect_backoff_ms=round(1e3 * times.max_retry_s),
-    )
+    dialer = _dialer(config, times)
     return Router(
         [
             WorkerLink(
                 address,
                 tokenizers=tokenizers,
-                options=options,
+                dialer=dialer,
                 times=times,
                 breaker=Breaker(config.breaker_threshold, config.breaker_cool_down_s),
                 events=events,
@@ -139,12 +200,35 @@ def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEve
     )
 
 
+def _dialer(config: GatewayConfig, times: LinkTimes) -> WorkerDialer:
+    options = channel_options(
+        max_message_bytes=config.max_message_bytes,
+        own_connection=True,
+        max_reconnect_backoff_ms=round(1e3 * times.max_retry_s),
+    )
+    tls = client_tls(
+        config.worker_tls_ca,
+        config.worker_tls_cert,
+        config.worker_tls_key,
+        config.worker_tls_server_name,
+        prefix="--worker-tls",
+    )
+    token_file = Path(config.worker_token_file) if config.worker_token_file else None
+    return WorkerDialer(options, tls=tls, token_file=token_file)
+
+
+def _tokens(config: GatewayConfig) -> TokenStore:
+    listed = [token.get_secret_value() for token in config.tokens]
+    return TokenStore(listed, Path(config.tokens_file) if config.tokens_file else None)
+
+
 def _service(
     config: GatewayConfig,
     router: Router,
     executor: ThreadPoolExecutor,
     live_requests: LiveRequests,
     metrics: GatewayMetrics,
+    tracer: Tracer | None,
 ) -> InferenceService:
     encoder = PromptEncoder(
         executor,
@@ -157,25 +241,44 @@ def _service(
         default_timeout_s=config.default_timeout_s,
         slow_reader_limit_s=config.slow_reader_limit_s,
     )
-    return InferenceService(generator, router, encoder, live_requests, metrics, limits=limits)
-
-
-def _server(config: GatewayConfig) -> grpc.aio.Server:
-    interceptors = server_interceptors()
-    if config.tokens:
-        tokens = [token.get_secret_value() for token in config.tokens]
-        interceptors.append(BearerTokenInterceptor(tokens))
-    return grpc.aio.server(
-        interceptors=interceptors,
-        options=server_options(max_message_bytes=config.max_message_bytes),
+    return InferenceService(
+        generator, router, encoder, live_requests, metrics, limits=limits, tracer=tracer
     )
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def _server(
+    config: GatewayConfig, tokens: TokenStore, metrics: GatewayMetrics, *, shares_port: bool
+) -> grpc.aio.Server:
+    interceptors = server_interceptors()
+    if tokens.is_required:
+        refused = metrics.unauthenticated_calls.inc
+        interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
+    elif config.client_metadata_key:
+        interceptors.append(MetadataIdentityInterceptor(config.client_metadata_key))
+    return grpc.aio.server(
+        interceptors=interceptors,
+        options=server_options(max_message_bytes=config.max_message_bytes, reuse_port=shares_port),
+    )
+
+
+def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
+    tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
+    return None if tls is None else server_credentials(tls, _complain)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
     try:
-        port = server.add_insecure_port(address)
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise AddressInUseError(f"cannot listen on {address}") from error
     if port == 0:
         raise AddressInUseError(f"cannot listen on {address}")
     return port
+
+
+def _complain(error: SettingsError) -> None:
+    _log.error("certificate not read; the former one stays", reason=str(error))

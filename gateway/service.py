@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,8 +16,9 @@ from gateway.encoding import PromptEncoder
 from gateway.generation import Arrival, Generator
 from gateway.live_requests import LiveRequests
 from gateway.model_checks import check_model
-from gateway.observation import observed
+from gateway.observation import Observation, observed
 from gateway.request import Prompt, TextPrompt
+from gateway.request_span import RequestSpan
 from gateway.router import Router, no_worker_error
 from gateway.served_model import ServedModel
 from gateway.stream_writer import deadline, stream_writer
@@ -32,6 +33,7 @@ from shared.logs import request_logging
 from shared.metrics import GatewayMetrics
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from shared.tracing import Tracer, checked_traceparent
 from shared.version import tandem_version
 
 MAX_ABORTED_IDS = 1024
@@ -61,6 +63,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         metrics: GatewayMetrics,
         *,
         limits: ServiceLimits,
+        tracer: Tracer | None = None,
     ) -> None:
         self._generator = generator
         self._router = router
@@ -68,13 +71,14 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self._live_requests = live_requests
         self._metrics = metrics
         self._limits = limits
+        self._tracer = tracer
 
     # A coroutine that writes, not an async generator: gRPC would wrap each message.
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
-        with observed(self._metrics, "GenerateStream") as observation:
+        with self._observed("GenerateStream", context) as observation:
             async with (
                 stream_writer(context, self._limits.slow_reader_limit_s) as writer,
-                self._events(request, context) as events,
+                self._events(request, context, observation) as events,
             ):
                 async for event in events:
                     observation.see(event)
@@ -87,8 +91,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         answer = Answer()
-        with observed(self._metrics, "Generate") as observation:
-            async with self._events(request, context) as events:
+        with self._observed("Generate", context) as observation:
+            async with self._events(request, context, observation) as events:
                 async for event in events:
                     observation.see(event)
                     if _is_long(event):
@@ -166,15 +170,20 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         freed = await asyncio.gather(*(link.flush_cache() for link in self._router.links))
         return pb.FlushCacheResponse(pages_freed=sum(freed))
 
+    def _observed(self, method: str, context: Context) -> AbstractContextManager[Observation]:
+        span = RequestSpan(self._tracer, method, _traceparent(context))
+        return observed(self._metrics, method, span)
+
     @asynccontextmanager
     async def _events(
-        self, request: pb.GenerateRequest, context: Context
+        self, request: pb.GenerateRequest, context: Context, observation: Observation
     ) -> AsyncIterator[AsyncIterator[Event]]:
         """The events of a generation; leaving the block early aborts it."""
         arrived_at = time.monotonic()
         request_id = checked_request_id(request.request_id)
         await context.send_initial_metadata((("x-request-id", request_id),))
-        checked = generation_request(request, request_id, _traceparent(context))
+        observation.request_id = request_id
+        checked = generation_request(request, request_id, observation.traceparent)
         timeout_s = self._timeout_s(context)
         arrival = Arrival(arrived_at, timeout_s)
         with request_logging(request_id):
@@ -218,5 +227,5 @@ def _is_long(event: Event) -> bool:
 def _traceparent(context: Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent" and isinstance(value, str):
-            return value
+            return checked_traceparent(value)
     return ""

@@ -13,9 +13,9 @@ from gateway.channel import RequestChannel
 from gateway.request import Submission
 from gateway.served_model import ModelInfo, ServedModel
 from gateway.tokenizer_store import TokenizerStore, bundle_digest
+from gateway.worker_dialer import Dialled, WorkerDialer
 from gateway.worker_session import RunCall, WorkerSession
 from shared.errors import Code, ServingError, UnavailableError
-from shared.grpc_options import GrpcOptions
 from shared.interceptors import error_from_rpc
 from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
@@ -61,14 +61,14 @@ class WorkerLink:
         address: str,
         *,
         tokenizers: TokenizerStore,
-        options: GrpcOptions,
+        dialer: WorkerDialer,
         times: LinkTimes,
         breaker: Breaker,
         events: LinkEvents,
     ) -> None:
         self.address = address
         self._tokenizers = tokenizers
-        self._options = options
+        self._dialer = dialer
         self._times = times
         self._breaker = breaker
         self._events = events
@@ -102,15 +102,10 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Keeps the link up for as long as it is not cancelled."""
-        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
-            self._stub = pb_grpc.WorkerServiceStub(channel)
-            async with TaskSet() as attempts:
-                while True:
-                    # A task of its own: a TaskGroup that is ending may swallow the
-                    # cancellation of the task that it is in, which must not be this one.
-                    attempt = attempts.start(self._attempt(), name=f"attempt {self.address}")
-                    await asyncio.wait({attempt})
-                    await asyncio.sleep(self._backoff.next_s())
+        while True:
+            async with self._dialer.dial(self.address) as dialled:
+                self._stub = pb_grpc.WorkerServiceStub(dialled.channel)
+                await self._attempt_again_and_again(dialled)
 
     @contextmanager
     def open(self, submission: Submission) -> Iterator[RequestChannel]:
@@ -120,7 +115,7 @@ class WorkerLink:
         """
         session = self._session
         if session is None:
-            raise UnavailableError(f"worker {self.address} is away", retry_after_ms=RETRY_AFTER_MS)
+            raise _away()
         channel = session.submit(submission)
         try:
             yield channel
@@ -150,6 +145,8 @@ class WorkerLink:
                 pb.FlushCacheRequest(), timeout=self._times.call_timeout_s
             )
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise _away() from error
             raise error_from_rpc(error) from error
         return answer.pages_freed
 
@@ -166,6 +163,16 @@ class WorkerLink:
             _log.warning("abort failed", worker=self.address, error=error.details())
             return set()
         return set(answer.aborted_request_ids)
+
+    async def _attempt_again_and_again(self, dialled: Dialled) -> None:
+        """Returns when a channel made now would bring other certificates."""
+        async with TaskSet() as attempts:
+            while not dialled.is_stale():
+                # A task of its own: a TaskGroup that is ending may swallow the
+                # cancellation of the task that it is in, which must not be this one.
+                attempt = attempts.start(self._attempt(), name=f"attempt {self.address}")
+                await asyncio.wait({attempt})
+                await asyncio.sleep(self._backoff.next_s())
 
     async def _attempt(self) -> None:
         assert self._stub is not None
@@ -266,6 +273,11 @@ class WorkerLink:
             reason=reason,
             exc_info=None if is_expected else error,
         )
+
+
+def _away() -> UnavailableError:
+    """For clients: no address, nor gRPC's words, which hold it."""
+    return UnavailableError("the worker is away", retry_after_ms=RETRY_AFTER_MS)
 
 
 def _first(group: ExceptionGroup[Exception]) -> BaseException:

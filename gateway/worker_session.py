@@ -78,9 +78,7 @@ class WorkerSession:
         finally:
             self.is_lost = True
             self._call.cancel()
-            lost = UnavailableError(
-                f"worker {self._address} was lost", retry_after_ms=RETRY_AFTER_MS
-            )
+            lost = _lost()
             for channel in self._channels.values():
                 channel.finish(lost)
             self._channels.clear()
@@ -88,9 +86,7 @@ class WorkerSession:
     def submit(self, submission: Submission) -> RequestChannel:
         """Sends a request; its answers come into the channel."""
         if self.is_lost:
-            raise UnavailableError(
-                f"worker {self._address} was lost", retry_after_ms=RETRY_AFTER_MS
-            )
+            raise _lost()
         self._last_handle += 1
         channel = RequestChannel(self._last_handle, self._abort_with_reply)
         self._channels[channel.handle] = channel
@@ -195,6 +191,11 @@ class WorkerSession:
         channel = self._channels.pop(handle, None)
         if channel is not None:
             channel.finish(end)
+
+
+def _lost() -> UnavailableError:
+    """For clients, who have no business with the worker's address."""
+    return UnavailableError("the worker was lost", retry_after_ms=RETRY_AFTER_MS)
 
 
 def _submit(handle: int, submission: Submission) -> pb.Submit:

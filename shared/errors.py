@@ -99,6 +99,13 @@ class EngineLostError(EngineError):
     """The engine failed in a step and cannot take another: its process must be replaced."""
 
 
+class SettingsError(Exception):
+    """A setting names something that cannot be used: the file, and what is wrong with it.
+
+    No status: at the start it ends the process with exit code 2; later the former state stays.
+    """
+
+
 _CLASS_OF_CODE: dict[Code, type[ServingError]] = {
     Code.NOT_FOUND: NotFoundError,
     Code.ALREADY_EXISTS: AlreadyExistsError,

@@ -13,6 +13,8 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 5_000
 # Well below every client's period: timers drift, and gRPC forbids only two early pings.
 MIN_RECV_PING_INTERVAL_MS = 10_000
+# Then a client is told to connect again; its calls go on over the old connection to their end.
+SHARED_CONNECTION_AGE_MS = 600_000
 
 
 def server_options(
@@ -23,9 +25,12 @@ def server_options(
     `reuse_port` lets several processes share the port on purpose; without it a second
     server on the same port fails instead of silently taking half of the connections.
     """
+    # A process that was started anew has no connections until clients make new ones.
+    spreading: GrpcOptions = [("grpc.max_connection_age_ms", SHARED_CONNECTION_AGE_MS)]
     return [
         *_message_caps(max_message_bytes),
         ("grpc.so_reuseport", int(reuse_port)),
+        *(spreading if reuse_port else ()),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_RECV_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # Finds frozen peers; the kernel finds dead ones.

@@ -7,6 +7,7 @@ what is inside.
 
 import asyncio
 import inspect
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias, cast
@@ -44,8 +45,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "_Handler | None":
-        handler = await continuation(handler_call_details)
-        return None if handler is None else _guarded(handler, handler_call_details.method)
+        method = handler_call_details.method
+        try:
+            handler = await continuation(handler_call_details)
+        except Exception as error:
+            # Of an interceptor further in. gRPC would answer UNKNOWN with its words.
+            handler = _failing(error)
+        return None if handler is None else _guarded(handler, method)
 
 
 def server_interceptors() -> list[grpc.aio.ServerInterceptor]:
@@ -90,6 +96,14 @@ def _details_of(error: grpc.aio.AioRpcError) -> tuple[str, int]:
                 retry = error_details_pb2.RetryInfo.FromString(detail.value)
                 retry_after_ms = retry.retry_delay.ToMilliseconds()
     return field, retry_after_ms
+
+
+def _failing(error: Exception) -> _Handler:
+    async def fail(_: Any, __: _Context) -> NoReturn:
+        raise error
+
+    # Of this kind, whatever the method's is: its message is not read.
+    return grpc.stream_stream_rpc_method_handler(fail)
 
 
 def _guarded(handler: _Handler, method: str) -> _Handler:
@@ -187,8 +201,10 @@ def _cancelled_from_outside() -> bool:
 
 async def _abort(context: _Context, error: BaseException, method: str) -> NoReturn:
     if not isinstance(error, ServingError):
-        _log.error("rpc failed unexpectedly", method=method, exc_info=error)
-        error = ServingError("internal error; the server's log has the details")
+        # All that the client learns, and what finds the rest in the log.
+        error_id = uuid.uuid4().hex
+        _log.error("rpc failed unexpectedly", method=method, error_id=error_id, exc_info=error)
+        error = ServingError(f"internal error {error_id}; the server's log has the details")
     await context.abort_with_status(status_of(error))
     raise AssertionError("abort_with_status always raises")
 

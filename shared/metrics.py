@@ -1,7 +1,9 @@
 """Prometheus metrics of both services: objects that are passed in, not imported.
 
 Names follow the field's: seconds and ratios, `_total` for counters. Each process has its
-own registry, so a test can have as many as it likes.
+own registry, so a test can have as many as it likes. Where several gateway processes share
+a port, shared/merged_metrics.py adds them up; a gauge therefore says how that is done, and
+is set rather than read at the scrape.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +16,11 @@ from prometheus_client.registry import Collector
 
 _LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+)  # fmt: skip
+# Fine up to 15 ms, the bound that coalescing keeps to.
+_LAG_BUCKETS = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.03, 0.05,
+    0.1, 0.25, 1.0, 5.0,
 )  # fmt: skip
 _ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 4.0)
 
@@ -100,6 +107,11 @@ class WorkerMetrics:
         self.engine_losses = Counter(
             "tandem_engine_losses", "Engine processes that died.", registry=registry
         )
+        self.unauthenticated_calls = Counter(
+            "tandem_unauthenticated_calls",
+            "Calls refused because they brought no known token.",
+            registry=registry,
+        )
         self.links = Gauge("tandem_links", "Gateways connected.", registry=registry)
         self.queue_time = Histogram(
             "tandem_request_queue_time_seconds",
@@ -132,10 +144,18 @@ class GatewayMetrics:
             registry=registry,
         )
         self.live_requests = Gauge(
-            "tandem_requests_live", "Requests being streamed now.", registry=registry
+            "tandem_requests_live",
+            "Requests being streamed now.",
+            multiprocess_mode="livesum",
+            registry=registry,
         )
+        # Each process has its own links. A client cannot choose its process, so the one
+        # that has the fewest workers is what it must be ready for.
         self.workers_ready = Gauge(
-            "tandem_workers_ready", "Workers that take requests.", registry=registry
+            "tandem_workers_ready",
+            "Workers that take requests.",
+            multiprocess_mode="livemin",
+            registry=registry,
         )
         self.worker_losses = Counter(
             "tandem_worker_losses", "Links to a worker that broke.", registry=registry
@@ -167,10 +187,41 @@ class GatewayMetrics:
             buckets=_LATENCY_BUCKETS,
             registry=registry,
         )
+        self.client_requests = Counter(
+            "tandem_client_requests",
+            "RPCs of a client that a token of ours names, by how they ended.",
+            ["client", "outcome"],
+            registry=registry,
+        )
+        self.client_tokens = Counter(
+            "tandem_client_generation_tokens",
+            "Tokens delivered to a client that a token of ours names.",
+            ["client"],
+            registry=registry,
+        )
+        self.unauthenticated_calls = Counter(
+            "tandem_unauthenticated_calls",
+            "Calls refused because they brought no known token.",
+            registry=registry,
+        )
         self.hop_lag = Histogram(
             "tandem_worker_hop_lag_seconds",
             "Commit of a step in the worker to its arrival here.",
-            buckets=_LATENCY_BUCKETS,
+            buckets=_LAG_BUCKETS,
+            registry=registry,
+        )
+
+
+class SupervisorMetrics:
+    """What the parent of several gateway processes counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.processes = Gauge(
+            "tandem_gateway_processes", "Gateway processes that run.", registry=registry
+        )
+        self.process_losses = Counter(
+            "tandem_gateway_process_losses",
+            "Gateway processes that ended by themselves and were started anew.",
             registry=registry,
         )
 

@@ -9,8 +9,10 @@ from functools import partial
 import structlog
 import uvloop
 
+from shared.errors import SettingsError
 from shared.logs import LogFormat, configure_logging
 from shared.shutdown import shutdown_event
+from shared.tracing import Tracer, open_tracer
 from worker.config import EXIT_BAD_CONFIGURATION, WorkerConfig, load_config
 from worker.engine_main import run_engine
 from worker.engine_process import EngineProcess, EngineStartError
@@ -31,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Before any gRPC object exists: a server's threads and descriptors do not survive in a
     # child, and the loop is one for each process.
     first = spawn()
+    tracer = None
     try:
-        uvloop.run(_run(config, first, spawn))
-    except ListenError as error:
+        tracer = open_tracer("tandem-worker", os.environ)
+        uvloop.run(_run(config, first, spawn, tracer))
+    except (ListenError, SettingsError) as error:
         print(f"tandem worker: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIGURATION
     except EngineStartError as error:
@@ -42,14 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         # Whatever went wrong: at exit, multiprocessing waits for children.
         first.end()
+        if tracer is not None:
+            tracer.close()
     return 0
 
 
 async def _run(
-    config: WorkerConfig, first: EngineProcess, spawn: Callable[[], EngineProcess]
+    config: WorkerConfig,
+    first: EngineProcess,
+    spawn: Callable[[], EngineProcess],
+    tracer: Tracer | None,
 ) -> None:
     with shutdown_event() as stop:
-        await serve(config, first, spawn, stop)
+        await serve(config, first, spawn, stop, tracer=tracer)
 
 
 if __name__ == "__main__":

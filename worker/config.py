@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
 
 from shared.grpc_options import MAX_MESSAGE_BYTES
+from shared.settings import complaints
 
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 DISABLE_OVERLAP_VARIABLE = "TANDEM_DISABLE_OVERLAP_SCHEDULING"
@@ -56,6 +57,19 @@ class WorkerConfig(BaseSettings):
     )
     listen: str = Field(
         default="127.0.0.1:50052", min_length=1, description="address to serve gRPC on"
+    )
+    tokens_file: str = Field(
+        default="",
+        description="file of bearer tokens or their hashes that gateways must bring one of; "
+        "read again when it changes and on SIGHUP; empty: open",
+    )
+    tls_cert: str = Field(
+        default="", description="PEM file of the certificate chain; empty: no TLS"
+    )
+    tls_key: str = Field(default="", description="PEM file of its key")
+    tls_client_ca: str = Field(
+        default="",
+        description="PEM file of authorities; gateways must have a certificate of theirs",
     )
     metrics_host: str = Field(default="127.0.0.1", description="address of the Prometheus endpoint")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="its port; 0: none")
@@ -142,7 +156,7 @@ def load_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Wor
     try:
         config = CliApp.run(WorkerConfig, cli_args=list(arguments))
     except ValidationError as error:
-        for line in _complaints(error):
+        for line in complaints("tandem worker", WorkerConfig, error):
             print(line, file=sys.stderr)
         sys.exit(EXIT_BAD_CONFIGURATION)
     is_overlap_disabled = environment.get(DISABLE_OVERLAP_VARIABLE, "") not in ("", "0", "false")
@@ -169,13 +183,3 @@ def resolve(
 def _has_cuda() -> bool:
     """Whether there is an NVIDIA GPU and what it takes to use it; without importing torch."""
     return Path("/dev/nvidia0").exists() and find_spec("flashinfer") is not None
-
-
-def _complaints(error: ValidationError) -> list[str]:
-    lines = []
-    for problem in error.errors():
-        name = str(problem["loc"][0]) if problem["loc"] else ""
-        flag = f"--{name.replace('_', '-')}: " if name else ""
-        value = problem.get("input")
-        lines.append(f"tandem worker: {flag}{problem['msg']} (got {value!r})")
-    return lines

@@ -25,6 +25,7 @@ from shared.errors import (
 from shared.metrics import WorkerMetrics
 from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from shared.tracing import Tracer
 from worker.convert import (
     HANDLE_BITS,
     MAX_COMPLETIONS,
@@ -51,6 +52,7 @@ from worker.messages import (
     Trace,
     Traced,
 )
+from worker.request_spans import RequestSpans
 
 RETRY_AFTER_MS = 1000
 LOAD_INTERVAL_S = 0.25
@@ -75,10 +77,12 @@ class Dispatcher:
         send: Callable[[Command], None],
         limits: DispatcherLimits,
         metrics: WorkerMetrics,
+        tracer: Tracer | None = None,
     ) -> None:
         self._send = send
         self._limits = limits
         self._metrics = metrics
+        self._spans = RequestSpans(tracer)
         self._links: dict[int, Link] = {}
         self._link_ids = itertools.count(1)
         # (public id, index of the completion) of each live request -> uid.
@@ -280,6 +284,7 @@ class Dispatcher:
         self._uids[key] = uid
         link.live[submit.handle] = key
         link.waiting.add(submit.handle)
+        self._spans.open(uid, submit)
         self._send(Submit(request))
 
     def _refusal(self) -> ServingError | None:
@@ -306,6 +311,7 @@ class Dispatcher:
             key = link.forget(handle)
             if key is not None:
                 self._forget(key, "ABANDONED")
+                self._spans.close(uid_of(link.link_id, handle), None)
         if handles:
             uids = tuple(uid_of(link.link_id, handle) for handle in handles)
             self._send(Abort(uids, report=False))
@@ -351,6 +357,7 @@ class Dispatcher:
         key = link.push_ended(ended, committed_at) if link is not None else None
         if key is None:
             return
+        self._spans.close(ended.uid, ended)
         if isinstance(ended, Failed):
             self._forget(key, ended.code.name)
             return

@@ -229,9 +229,10 @@ class EngineLoop:
             _log.exception("uid %d was submitted twice; the second is ignored", request.uid)
         except ServingError as error:
             self._scheduler.reject(request.uid, error)
-        except Exception as error:
+        except Exception:
             _log.exception("request %d could not be taken up", request.uid)
-            self._scheduler.reject(request.uid, ServingError(f"malformed request: {error}"))
+            fault = ServingError("the request could not be taken up; the worker's log has more")
+            self._scheduler.reject(request.uid, fault)
 
     def _begin_structure(self, uid: int, structure: StructuredOutput, now: float) -> None:
         """The request is held until its rule is compiled, so that it can be aborted and expire."""

@@ -3,7 +3,6 @@
 Its parent tells it to stop; it ignores the terminal's signals, and dies with its parent.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -16,6 +15,7 @@ import structlog
 
 from shared.errors import ServingError
 from shared.logs import LogFormat, configure_logging
+from shared.parent import die_with_parent
 from worker.config import EXIT_BAD_CONFIGURATION, WorkerConfig
 from worker.engine.factory import OpenedEngine, open_engine
 from worker.engine_loop import EngineLoop
@@ -25,7 +25,6 @@ from worker.scheduler.scheduler import Scheduler
 from worker.structured.outputs import StructuredOutputs
 from worker.wakeable_channel import WakeableChannel
 
-_PR_SET_PDEATHSIG = 1
 _EXIT_LOST = 1
 
 _log = structlog.get_logger(__name__)
@@ -37,7 +36,8 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
     Exits with EXIT_BAD_CONFIGURATION when the model cannot be served as asked, and with 1
     after any other fault; a Fatal event has said which.
     """
-    _die_with(parent_pid)
+    # Elsewhere than on Linux the end of the pipe does it, a step later.
+    die_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
@@ -133,16 +133,3 @@ def _open(config: WorkerConfig, progress: Callable[[str], None]) -> tuple[Opened
         opened.engine.close()
         raise
     return opened, scheduler
-
-
-def _die_with(parent_pid: int) -> None:
-    """Asks the kernel to kill this process when the front dies, however it does.
-
-    Elsewhere than on Linux the end of the pipe does it, a step later.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        # It died before it could be asked for.
-        sys.exit(0)

@@ -4,20 +4,27 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import grpc
 import structlog
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from shared.errors import UnavailableError
+from shared.auth import BearerTokenInterceptor
+from shared.errors import SettingsError, UnavailableError
 from shared.grpc_options import server_options
+from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
 from shared.metrics import WorkerMetrics, metrics_exporter, register_load
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc
 from shared.reflection import enable_reflection
+from shared.scheduling import batch_other_threads
 from shared.tasks import TaskSet
+from shared.tls import server_credentials, server_tls
+from shared.tokens import TokenStore
+from shared.tracing import Tracer
 from shared.version import tandem_version
 from worker.config import WorkerConfig
 from worker.dispatcher import Dispatcher, DispatcherLimits
@@ -41,14 +48,16 @@ async def serve(
     spawn: Callable[[], EngineProcess],
     stop: asyncio.Event,
     *,
+    tracer: Tracer | None = None,
     on_listening: Callable[[int], None] | None = None,
 ) -> None:
     """Serves until `stop` is set, then drains and returns.
 
     `first` is an engine process that was spawned before any gRPC object existed; `spawn`
     makes its successors. `on_listening` is told the port as soon as it is bound, which is
-    long before the model is ready. Raises ListenError, and EngineStartError when the
-    engine cannot be kept up. However it ends, no process is left.
+    long before the model is ready. Raises ListenError, SettingsError for a file that cannot
+    be used, and EngineStartError when the engine cannot be kept up. However it ends, no
+    process is left.
     """
     supervisor = EngineSupervisor(
         spawn,
@@ -56,14 +65,16 @@ async def serve(
         hang_timeout_s=config.hang_timeout_s,
     )
     registry = CollectorRegistry()
-    dispatcher = Dispatcher(supervisor.send, _limits(config), WorkerMetrics(registry))
+    metrics = WorkerMetrics(registry)
+    dispatcher = Dispatcher(supervisor.send, _limits(config), metrics, tracer)
     register_load(registry, lambda: dispatcher.load)
     readiness = Readiness(SERVICE_NAME)
     async with AsyncExitStack() as stack:
         stack.callback(first.end)
         _export(stack, registry, config)
-        server = await _build_server(config, dispatcher, readiness)
-        port = _bind(server, config.listen)
+        tokens = TokenStore((), Path(config.tokens_file) if config.tokens_file else None)
+        server = await _build_server(config, dispatcher, readiness, _interceptors(tokens, metrics))
+        port = _bind(server, config)
         tasks = await stack.enter_async_context(TaskSet())
         await server.start()
         stack.push_async_callback(server.stop, None)
@@ -72,8 +83,13 @@ async def serve(
             on_listening(port)
         supervision = tasks.start(_supervise(supervisor, first, dispatcher), name="engine")
         tasks.start(_report_health(dispatcher, readiness), name="health")
+        tasks.start(tokens.follow(), name="tokens")
+        if config.tokens_file:
+            stack.enter_context(hang_ups(tokens.look_again))
         # What lives now lives for ever; a full collection must not look at it again.
+        gc.collect()
         gc.freeze()
+        batch_other_threads()
         stopping = tasks.start(stop.wait(), name="stop")
         await asyncio.wait((supervision, stopping), return_when=asyncio.FIRST_COMPLETED)
         supervisor.stop_restarting()
@@ -133,10 +149,13 @@ async def _report_health(dispatcher: Dispatcher, readiness: Readiness) -> None:
 
 
 async def _build_server(
-    config: WorkerConfig, dispatcher: Dispatcher, readiness: Readiness
+    config: WorkerConfig,
+    dispatcher: Dispatcher,
+    readiness: Readiness,
+    interceptors: list[grpc.aio.ServerInterceptor],
 ) -> grpc.aio.Server:
     server = grpc.aio.server(
-        interceptors=server_interceptors(),
+        interceptors=interceptors,
         options=server_options(max_message_bytes=config.max_message_bytes),
     )
     limits = ServedLimits(
@@ -150,11 +169,26 @@ async def _build_server(
     return server
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def _interceptors(tokens: TokenStore, metrics: WorkerMetrics) -> list[grpc.aio.ServerInterceptor]:
+    interceptors = server_interceptors()
+    if tokens.is_required:
+        refused = metrics.unauthenticated_calls.inc
+        interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
+    return interceptors
+
+
+def _bind(server: grpc.aio.Server, config: WorkerConfig) -> int:
+    tls = server_tls(config.tls_cert, config.tls_key, config.tls_client_ca)
     try:
-        return server.add_insecure_port(address)
+        if tls is None:
+            return server.add_insecure_port(config.listen)
+        return server.add_secure_port(config.listen, server_credentials(tls, _complain))
     except RuntimeError as error:
-        raise ListenError(f"--listen: cannot listen on {address}: {error}") from error
+        raise ListenError(f"--listen: cannot listen on {config.listen}: {error}") from error
+
+
+def _complain(error: SettingsError) -> None:
+    _log.error("certificate not read; the former one stays", reason=str(error))
 
 
 def _export(stack: AsyncExitStack, registry: CollectorRegistry, config: WorkerConfig) -> None:

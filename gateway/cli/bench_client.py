@@ -18,8 +18,10 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from shared.auth import bearer_metadata
 from shared.grpc_options import channel_options
 from shared.pb.tandem.v1 import inference_pb2 as pb
+from shared.tls import ClientTls, open_channel
 from shared.workload import WorkloadRequest
 
 # Quoted, because it is generic for the type checker only. Answers stay raw bytes.
@@ -36,6 +38,7 @@ class ClientTask:
 
     address: str
     token: str
+    tls: ClientTls | None
     clients: Sequence[Sequence[WorkloadRequest]]
     num_connections: int
     # For each call, from the start of the run.
@@ -104,7 +107,7 @@ class _Clients:
     def __init__(self, task: ClientTask, connection: Connection) -> None:
         self._task = task
         self._connection = connection
-        self._metadata = (("authorization", f"Bearer {task.token}"),) if task.token else ()
+        self._metadata = bearer_metadata(task.token)
         self._streams: list[_Stream] = []
         self._deadline = 0.0
 
@@ -112,8 +115,8 @@ class _Clients:
         async with AsyncExitStack() as stack:
             channels = [
                 await stack.enter_async_context(
-                    grpc.aio.insecure_channel(
-                        self._task.address, options=channel_options(own_connection=True)
+                    open_channel(
+                        self._task.address, self._task.tls, channel_options(own_connection=True)
                     )
                 )
                 for _ in range(self._task.num_connections)

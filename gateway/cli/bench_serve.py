@@ -16,18 +16,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gateway.cli.bench_client import ClientTask, Result
 from gateway.cli.bench_pool import BenchError, ClientPool
-from gateway.cli.client import CallError, Client, Target
+from gateway.cli.client import CallError, Client, Target, WorkerTarget
 from gateway.cli.pair import Pair, free_address
 from gateway.cli.terminal import stderr_console, write_error
 from gateway.cli.trace import record
 from gateway.cli.trace_file import Trace, parse_trace
 from gateway.cli.up import UpOptions, run_pair
 from shared import bench_report
+from shared.auth import bearer_metadata
 from shared.grpc_options import channel_options
 from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
 from shared.tasks import TaskSet
+from shared.tls import ClientTls, open_channel
 from shared.workload import STANDARD, STANDARD_CONTEXT, WorkloadRequest, standard_workload
 
 _CALL_TIMEOUT_S = 10.0
@@ -58,8 +60,14 @@ class ServeOptions:
     num_connections: int
     timeout_s: float
     workload: Workload
+    # None: in the clear, gateway and worker alike.
+    tls: ClientTls | None = None
     # Keeps the recording that the host's figures come from.
     trace: Path | None = None
+
+    @property
+    def worker(self) -> WorkerTarget:
+        return WorkerTarget(self.worker_address, self.token, self.tls)
 
 
 @dataclass(slots=True)
@@ -89,7 +97,11 @@ async def bench_running(options: ServeOptions) -> None:
 
 
 async def bench_started(
-    options: ServeOptions, worker_arguments: Sequence[str], *, shows_logs: bool
+    options: ServeOptions,
+    worker_arguments: Sequence[str],
+    *,
+    shows_logs: bool,
+    gateway_processes: int = 1,
 ) -> int:
     """Starts a pair on free ports, loads it, stops it. Returns the exit code."""
     console = stderr_console()
@@ -98,6 +110,7 @@ async def bench_started(
         worker_address=free_address(),
         worker_arguments=worker_arguments,
         shows_logs=shows_logs,
+        gateway_processes=gateway_processes,
     )
     is_served = False
 
@@ -119,16 +132,16 @@ async def bench_serve(options: ServeOptions) -> bool:
 
     Raises CallError and BenchError.
     """
-    async with Client(Target(options.address, options.token, _CALL_TIMEOUT_S)) as client:
+    async with Client(_gateway(options)) as client:
         model = await client.model()
     bench_report.header("tandem bench serve")
     requests = standard_workload(num_requests=options.num_requests)
     engine = _Engine()
     async with ClientPool(_tasks(options, requests)) as pool:
         await pool.wait_ready(_CONNECT_TIMEOUT_S)
-        idle_before = await _idle_s(options.worker_address)
+        idle_before = await _idle_s(options.worker)
         await _run(pool, options, requests, engine)
-        idle_after = await _idle_s(options.worker_address)
+        idle_after = await _idle_s(options.worker)
         results = pool.results
     if idle_before is not None and idle_after is not None:
         engine.idle_s = idle_after - idle_before
@@ -170,7 +183,7 @@ async def _record_once_flowing(
     """Records steps as soon as every client has had a token: the batch is full then."""
     await pool.news.until(lambda: pool.num_flowing >= num_wanted)
     try:
-        recorded = await record(options.worker_address, num_steps)
+        recorded = await record(options.worker, num_steps)
     except CallError as error:
         stderr_console().print(f"no figures of host and device: {error}", style="dim", markup=False)
         return None
@@ -200,12 +213,19 @@ async def _show_progress(pool: ClientPool) -> None:
             await pool.news.changed()
 
 
-async def _idle_s(worker_address: str) -> float | None:
+def _gateway(options: ServeOptions) -> Target:
+    return Target(options.address, options.token, _CALL_TIMEOUT_S, options.tls)
+
+
+async def _idle_s(worker: WorkerTarget) -> float | None:
     """Seconds that the device had nothing to do so far; None when nobody answers."""
-    async with grpc.aio.insecure_channel(worker_address, options=channel_options()) as channel:
+    async with open_channel(worker.address, worker.tls, channel_options()) as channel:
         stub = pb_grpc.WorkerServiceStub(channel)
+        metadata = bearer_metadata(worker.token)
         try:
-            load = await stub.GetLoad(pb.GetLoadRequest(), timeout=_CALL_TIMEOUT_S)
+            load = await stub.GetLoad(
+                pb.GetLoadRequest(), timeout=_CALL_TIMEOUT_S, metadata=metadata
+            )
         except grpc.aio.AioRpcError:
             return None
     return float(load.idle_s)
@@ -221,6 +241,7 @@ def _tasks(options: ServeOptions, requests: Sequence[WorkloadRequest]) -> list[C
         ClientTask(
             address=options.address,
             token=options.token,
+            tls=options.tls,
             clients=clients[i::num_processes],
             num_connections=max(1, options.num_connections // num_processes),
             timeout_s=options.timeout_s,

@@ -8,13 +8,17 @@ from typing import Self
 
 import grpc
 
+from shared.auth import bearer_metadata
 from shared.grpc_options import channel_options
 from shared.interceptors import error_from_rpc
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from shared.tls import ClientTls, open_channel
 
 _ADVICE = {
-    grpc.StatusCode.UNAVAILABLE: "is a gateway ready at {address}? `tandem up` starts one",
+    grpc.StatusCode.UNAVAILABLE: (
+        "is a gateway ready at {address}? `tandem up` starts one; one with TLS needs --tls-ca"
+    ),
     grpc.StatusCode.NOT_FOUND: "`tandem model` shows what is served",
     grpc.StatusCode.DEADLINE_EXCEEDED: "a longer --timeout gives it more time",
     grpc.StatusCode.UNIMPLEMENTED: "leave that option out, or update the server",
@@ -22,6 +26,10 @@ _ADVICE = {
     grpc.StatusCode.INTERNAL: "the server's log says more",
     grpc.StatusCode.UNKNOWN: "the server's log says more",
 }
+_TLS_ADVICE = (
+    "is a gateway with TLS ready at {address}, does --tls-ca trust it, and does it ask for "
+    "--tls-cert and --tls-key?"
+)
 
 
 class CallError(Exception):
@@ -65,17 +73,29 @@ class Target:
     token: str = ""
     # None: as long as it takes.
     timeout_s: float | None = None
+    # None: in the clear.
+    tls: ClientTls | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTarget:
+    """A worker to ask, past its gateway."""
+
+    address: str
+    token: str = ""
+    tls: ClientTls | None = None
 
 
 class Client:
     """Calls a gateway; every call ends by the timeout."""
 
     def __init__(self, target: Target) -> None:
+        """Raises SettingsError when a file of the target's TLS cannot be used."""
         self._target = target
-        self._metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
+        self._metadata = bearer_metadata(target.token)
         # gRPC would wait up to two minutes before it tries a lost gateway again.
         options = channel_options(max_reconnect_backoff_ms=1000)
-        self._channel = grpc.aio.insecure_channel(target.address, options=options)
+        self._channel = open_channel(target.address, target.tls, options)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -155,7 +175,9 @@ class Client:
         return response
 
     def _call_error(self, error: grpc.aio.AioRpcError) -> CallError:
-        advice = _ADVICE.get(error.code(), "").format(address=self._target.address)
+        is_lost_over_tls = self._target.tls and error.code() is grpc.StatusCode.UNAVAILABLE
+        advice = _TLS_ADVICE if is_lost_over_tls else _ADVICE.get(error.code(), "")
+        advice = advice.format(address=self._target.address)
         retry_after_ms = error_from_rpc(error).retry_after_ms
         if retry_after_ms:
             advice = f"try again in {retry_after_ms / 1000:g} s"

@@ -19,15 +19,28 @@ from gateway.cli import up as up_command
 from gateway.cli.bench_pool import BenchError
 from gateway.cli.chat import chat as run_chat
 from gateway.cli.child import python_command
-from gateway.cli.client import CallError, Target
+from gateway.cli.client import CallError, WorkerTarget
+from gateway.cli.connection import (
+    DEFAULT_ADDRESS,
+    DEFAULT_WORKER_ADDRESS,
+    Address,
+    Timeout,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TlsServerName,
+    Token,
+    checked_tls,
+    target,
+)
 from gateway.cli.generate import GenerateOptions, build_request, generate_json
 from gateway.cli.generate import generate as stream_generate
 from gateway.cli.model import show_model
 from gateway.cli.options import (
-    Address,
     AsJson,
     Choice,
     FrequencyPenalty,
+    GatewayProcesses,
     Grammar,
     JsonObject,
     JsonSchema,
@@ -45,14 +58,13 @@ from gateway.cli.options import (
     System,
     Temperature,
     TemplateKwargs,
-    Timeout,
-    Token,
     TopK,
     TopP,
     WorkerArguments,
     structured_output,
 )
 from gateway.cli.terminal import stderr_console, write_error
+from gateway.cli.token import make_token
 from gateway.cli.trace_file import TraceError
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.version import tandem_version
@@ -85,9 +97,6 @@ _PASS_THROUGH = {
     "help_option_names": [],
 }
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-DEFAULT_WORKER_ADDRESS = "127.0.0.1:50052"
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -119,10 +128,17 @@ def up(
     start_timeout: Annotated[
         float, typer.Option(help="Seconds that loading may take.", min=1)
     ] = up_command.START_TIMEOUT_S,
+    gateway_processes: GatewayProcesses = 1,
 ) -> None:
     """Run a worker and a gateway in this terminal; Ctrl-C stops both."""
     arguments = _worker_arguments(model, worker_arguments)
-    options = up_command.UpOptions(listen, worker_listen, arguments, start_timeout_s=start_timeout)
+    options = up_command.UpOptions(
+        listen,
+        worker_listen,
+        arguments,
+        start_timeout_s=start_timeout,
+        gateway_processes=gateway_processes,
+    )
     raise typer.Exit(asyncio.run(up_command.up(options)))
 
 
@@ -184,6 +200,10 @@ def generate(
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     timeout: Timeout = None,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsServerName = "",
     as_json: AsJson = False,
 ) -> None:
     """Stream a completion, or several, to the terminal."""
@@ -210,7 +230,8 @@ def generate(
     )
     request = build_request(options, [pb.ChatMessage(role="user", content=_prompt(prompt))])
     run = generate_json if as_json else stream_generate
-    _call(run(Target(address, token, timeout), request))
+    tls = (tls_ca, tls_cert, tls_key, tls_server_name)
+    _call(run(target(address, token, timeout, tls), request))
 
 
 @app.command()
@@ -230,6 +251,10 @@ def chat(
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     timeout: Annotated[float | None, typer.Option(help="Seconds for an answer.")] = None,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsServerName = "",
 ) -> None:
     """Talk with the model; /help lists what a line can do."""
     options = GenerateOptions(
@@ -248,7 +273,8 @@ def chat(
         ),
         stopping=pb.StopConditions(stop_strings=stop),
     )
-    run_chat(Target(address, token, timeout), options)
+    tls = (tls_ca, tls_cert, tls_key, tls_server_name)
+    run_chat(target(address, token, timeout, tls), options)
 
 
 @app.command()
@@ -256,10 +282,15 @@ def model(
     address: Address = DEFAULT_ADDRESS,
     token: Token = "",
     timeout: Timeout = 10.0,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsServerName = "",
     as_json: AsJson = False,
 ) -> None:
     """Show what is served."""
-    _call(show_model(Target(address, token, timeout), as_json=as_json))
+    tls = (tls_ca, tls_cert, tls_key, tls_server_name)
+    _call(show_model(target(address, token, timeout, tls), as_json=as_json))
 
 
 @app.command()
@@ -267,12 +298,20 @@ def health(
     address: Address = DEFAULT_ADDRESS,
     service: Annotated[str, typer.Option(help="A service's full name.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds.", min=0.001)] = 5.0,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsServerName = "",
 ) -> None:
     """Ask a gateway or a worker for its health; exit code 0 when it is SERVING."""
-    answer = health_command.probe(address, service=service, timeout_s=timeout)
+    tls = checked_tls(tls_ca, tls_cert, tls_key, tls_server_name)
+    answer = health_command.probe(address, service=service, timeout_s=timeout, tls=tls)
     typer.echo(answer)
     if answer != "SERVING":
         raise typer.Exit(ExitCode.FAILED)
+
+
+app.command("token")(make_token)
 
 
 @app.command()
@@ -285,11 +324,17 @@ def trace(
         tuple[Path, Path] | None,
         typer.Option(help="Draw two recordings above each other, and record nothing."),
     ] = None,
+    token: Token = "",
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsServerName = "",
 ) -> None:
     """Record the next steps of a live worker: what host and device did, and when."""
     if compare is None:
-        options = trace_command.TraceOptions(address, steps, out, png)
-        _call(trace_command.trace(options))
+        tls = checked_tls(tls_ca, tls_cert, tls_key, tls_server_name)
+        worker = WorkerTarget(address, token, tls)
+        _call(trace_command.trace(trace_command.TraceOptions(worker, steps, out, png)))
         return
     try:
         trace_command.compare(*compare, png or Path("trace.png"))
@@ -322,6 +367,10 @@ def serve(
     ] = DEFAULT_WORKER_ADDRESS,
     token: Token = "",
     timeout: Annotated[float, typer.Option(help="Seconds for the whole run.", min=1)] = 600.0,
+    tls_ca: TlsCa = "",
+    tls_cert: TlsCert = "",
+    tls_key: TlsKey = "",
+    tls_server_name: TlsServerName = "",
     trace_out: Annotated[
         Path | None, typer.Option("--trace", help="Keep the recording of some steps.")
     ] = None,
@@ -330,6 +379,7 @@ def serve(
     shape: Annotated[
         str, typer.Option(help="qwen3-0.6b or qwen3-8b, with dummy weights; with --start.")
     ] = "",
+    gateway_processes: GatewayProcesses = 1,
     logs: Annotated[bool, typer.Option(help="With --start: show what the two log.")] = False,
 ) -> None:
     """Measure a running pair with many streaming clients."""
@@ -337,6 +387,7 @@ def serve(
         address=address,
         worker_address=worker_address,
         token=token,
+        tls=checked_tls(tls_ca, tls_cert, tls_key, tls_server_name),
         num_clients=clients,
         num_requests=num_requests,
         num_processes=processes or bench_command.default_processes(),
@@ -349,9 +400,10 @@ def serve(
     if not start and arguments:
         raise typer.BadParameter("worker flags, --model and --shape go with --start")
     if start:
-        raise typer.Exit(
-            asyncio.run(bench_command.bench_started(options, arguments, shows_logs=logs))
+        run = bench_command.bench_started(
+            options, arguments, shows_logs=logs, gateway_processes=gateway_processes
         )
+        raise typer.Exit(asyncio.run(run))
     _call(bench_command.bench_running(options))
 
 

@@ -11,16 +11,18 @@ _UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
 _INT32_MAX = 2**31 - 1
 
-Address = Annotated[
-    str, typer.Option(help="The gateway, host:port.", envvar="TANDEM_ADDRESS", show_default=True)
-]
-Token = Annotated[
-    str, typer.Option(help="The gateway's bearer token, if it wants one.", envvar="TANDEM_TOKEN")
-]
-Timeout = Annotated[float | None, typer.Option(help="Seconds for the whole call.", min=0.001)]
 WorkerArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[-- WORKER FLAGS]", help="As `tandem worker --help` lists them."),
+]
+GatewayProcesses = Annotated[
+    int,
+    typer.Option(
+        "--gateway-processes",
+        help="Processes that share the gateway's port.",
+        envvar="TANDEM_GATEWAY_PROCESSES",
+        min=1,
+    ),
 ]
 Model = Annotated[
     str, typer.Option(help="A folder, a GGUF file or a hub id. Not set: the built-in one.")

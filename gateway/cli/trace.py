@@ -6,12 +6,14 @@ from types import ModuleType
 
 import grpc
 
-from gateway.cli.client import CallError
+from gateway.cli.client import CallError, WorkerTarget
 from gateway.cli.terminal import stderr_console
 from gateway.cli.trace_file import Trace, TraceError, load_trace, parse_trace, with_about
+from shared.auth import bearer_metadata
 from shared.grpc_options import channel_options
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
+from shared.tls import open_channel
 
 # A worker answers within 30 s, with the steps that it had by then.
 _TRACE_TIMEOUT_S = 60.0
@@ -22,7 +24,7 @@ _CALL_TIMEOUT_S = 10.0
 class TraceOptions:
     """What to record and where to put it; no `picture`: none is drawn."""
 
-    address: str
+    worker: WorkerTarget
     num_steps: int
     out: Path
     picture: Path | None = None
@@ -34,11 +36,13 @@ async def trace(options: TraceOptions) -> None:
     if options.picture is not None:
         # Before a recording that could then not be drawn.
         _drawing()
-    with console.status(f"recording {options.num_steps} steps at {options.address}"):
-        recorded = await record(options.address, options.num_steps)
-    shown = parse_trace(recorded, options.address)
+    with console.status(f"recording {options.num_steps} steps at {options.worker.address}"):
+        recorded = await record(options.worker, options.num_steps)
+    shown = parse_trace(recorded, options.worker.address)
     if not shown.steps:
-        raise TraceError(f"no step ran at {options.address} meanwhile; send it requests and retry")
+        raise TraceError(
+            f"no step ran at {options.worker.address} meanwhile; send it requests and retry"
+        )
     options.out.write_bytes(recorded)
     console.print(f"{len(shown.steps)} steps in {options.out}; ui.perfetto.dev opens it")
     console.print(describe(shown), markup=False)
@@ -60,16 +64,19 @@ def compare(first: Path, second: Path, picture: Path) -> None:
     console.print(f"picture in {picture}")
 
 
-async def record(address: str, num_steps: int) -> bytes:
+async def record(worker: WorkerTarget, num_steps: int) -> bytes:
     """The worker's recording, with what it serves written into it. Raises CallError."""
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+    metadata = bearer_metadata(worker.token)
+    async with open_channel(worker.address, worker.tls, channel_options()) as channel:
         stub = pb_grpc.WorkerServiceStub(channel)
         try:
-            model = await stub.GetModel(pb.GetModelRequest(), timeout=_CALL_TIMEOUT_S)
+            model = await stub.GetModel(
+                pb.GetModelRequest(), timeout=_CALL_TIMEOUT_S, metadata=metadata
+            )
             request = pb.TraceRequest(num_steps=num_steps)
-            response = await stub.Trace(request, timeout=_TRACE_TIMEOUT_S)
+            response = await stub.Trace(request, timeout=_TRACE_TIMEOUT_S, metadata=metadata)
         except grpc.aio.AioRpcError as error:
-            advice = f"is {address} a worker's address? A gateway cannot be traced"
+            advice = f"is {worker.address} a worker's address? A gateway cannot be traced"
             is_lost = error.code() in (
                 grpc.StatusCode.UNAVAILABLE,
                 grpc.StatusCode.UNIMPLEMENTED,

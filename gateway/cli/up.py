@@ -31,13 +31,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """Where the two listen, what the worker is told, and how long it may load."""
+    """Where the two listen, what they are told, and how long the worker may load."""
 
     gateway_address: str
     worker_address: str
     worker_arguments: Sequence[str] = ()
     start_timeout_s: float = START_TIMEOUT_S
     shows_logs: bool = True
+    gateway_processes: int = 1
 
 
 async def up(options: UpOptions) -> int:
@@ -61,9 +62,11 @@ async def run_pair(
     """
     human = ("--log-format", "human")
     worker = ServiceCommand("worker", options.worker_address, (*human, *options.worker_arguments))
-    gateway = ServiceCommand(
-        "gateway", options.gateway_address, (*human, "--workers", options.worker_address)
+    gateway_arguments = (
+        *("--workers", options.worker_address),
+        *("--processes", str(options.gateway_processes)),
     )
+    gateway = ServiceCommand("gateway", options.gateway_address, (*human, *gateway_arguments))
 
     def on_line(name: str, line: str) -> None:
         if options.shows_logs:

@@ -34,6 +34,7 @@ PB_USERS = {
     "worker.convert",
     "worker.dispatcher",
     "worker.link",
+    "worker.request_spans",
     "worker.server",
     "worker.service",
 }
@@ -187,6 +188,16 @@ def test_the_engine_process_has_no_grpc() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "False"
+
+
+def test_the_parent_of_gateway_processes_has_no_grpc() -> None:
+    # It may start another at any time, and has nothing that could hang.
+    program = "import sys, gateway.__main__; print({'grpc', 'uvloop'} & set(sys.modules))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("service", [InferenceService, WorkerService])

@@ -11,11 +11,14 @@ from typing import Any, Self, TypeAlias
 import grpc
 
 from gateway.tokenizer_store import bundle_digest
+from shared.auth import BearerTokenInterceptor
 from shared.errors import Code
+from shared.interceptors import server_interceptors
 from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
 from shared.tasks import TaskSet
+from shared.tls import ServerTls, server_credentials
 
 EOS = 2
 CHUNK_BYTES = 1 << 20
@@ -142,6 +145,8 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
         echoes: bool = True,
         step_s: float = 0.0,
         name: str = "fake",
+        tls: ServerTls | None = None,
+        client_of: Callable[[str], str | None] | None = None,
     ) -> None:
         self.files = dict(files)
         self.model = pb.GetModelResponse(
@@ -162,6 +167,10 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
         self.answers_pings = True
         self.answers_aborts = True
         self.port = 0
+        self.num_refusals = 0
+        self.tls = tls
+        # Tells whose a token is; None: calls need none.
+        self.client_of = client_of
         self._echoes = echoes
         self._step_s = step_s
         self._changed = Notifier()
@@ -175,9 +184,14 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
 
     async def start(self) -> None:
         """On the same port as before, if there was one."""
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        interceptors = server_interceptors()
+        if self.client_of is not None:
+            interceptors.append(BearerTokenInterceptor(self.client_of, self._refuse))
+        self._server = grpc.aio.server(
+            interceptors=interceptors, options=[("grpc.so_reuseport", 0)]
+        )
         pb_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self._bind(self._server, f"127.0.0.1:{self.port}")
         await self._server.start()
 
     async def crash(self) -> None:
@@ -260,6 +274,15 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
                 aborted.append(received.submit.request_id)
                 received.finish(pb.FINISH_REASON_ABORTED)
         return pb.AbortResponse(aborted_request_ids=aborted)
+
+    def _bind(self, server: grpc.aio.Server, address: str) -> int:
+        if self.tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, server_credentials(self.tls, lambda _: None))
+
+    def _refuse(self) -> None:
+        self.num_refusals += 1
+        self._changed.notify()
 
     async def _receive(
         self,

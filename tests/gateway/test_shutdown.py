@@ -131,11 +131,20 @@ def test_importing_the_gateway_brings_no_torch() -> None:
 
 def test_flags_lists_and_secrets_are_read() -> None:
     config = load_config(
-        ["--workers", "a:1,b:2", "--tokens", "one,two", "--drain-grace-s", "3", "--listen", "x:1"]
+        [
+            "--workers",
+            "a:1,b:2",
+            "--tokens",
+            "sesame,abracadabra",
+            "--drain-grace-s",
+            "3",
+            "--listen",
+            "x:1",
+        ]
     )
     assert config.workers == ("a:1", "b:2")
-    assert [token.get_secret_value() for token in config.tokens] == ["one", "two"]
-    assert "one" not in repr(config)
+    assert [token.get_secret_value() for token in config.tokens] == ["sesame", "abracadabra"]
+    assert "sesame" not in repr(config)
     assert (config.drain_grace_s, config.listen) == (3, "x:1")
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.cli.health import probe
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from shared.tls import ClientTls
 from tests.answers import Collected, collect
 
 # Quoted, because it is generic for the type checker only.
@@ -42,6 +43,8 @@ class Service:
     args: Sequence[str]
     address: str
     log: Path
+    # How to ask for its health; None: in the clear.
+    tls: ClientTls | None = None
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
@@ -63,13 +66,7 @@ class Service:
             time.sleep(0.05)
 
     def is_serving(self) -> bool:
-        with grpc.insecure_channel(self.address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
-            except grpc.RpcError:
-                return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return probe(self.address, timeout_s=2, tls=self.tls) == "SERVING"
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
@@ -138,7 +135,8 @@ def running_pair(
     ]
     gateway = Service(
         "gateway",
-        ["--workers", ",".join(w.address for w in workers), *gateway_args],
+        # As many on a large machine as on a small one; what a test says comes later and wins.
+        ["--workers", ",".join(w.address for w in workers), "--processes", "1", *gateway_args],
         f"127.0.0.1:{free_port()}",
         folder / "gateway.log",
     )

@@ -30,6 +30,14 @@ async def test_a_second_server_on_the_same_port_fails_unless_the_port_is_shared(
         await server.stop(None)
 
 
+@pytest.mark.parametrize("reuse_port", [False, True])
+def test_connections_to_a_shared_port_alone_are_made_anew_now_and_then(reuse_port: bool) -> None:
+    options = dict(server_options(reuse_port=reuse_port))
+    assert ("grpc.max_connection_age_ms" in options) is reuse_port
+    # Calls on the old connection go on: the time that they are given is not limited.
+    assert "grpc.max_connection_age_grace_ms" not in options
+
+
 def test_clients_ping_far_less_often_than_servers_allow() -> None:
     assert CLIENT_KEEPALIVE_MS >= 30_000
     assert CLIENT_KEEPALIVE_MS >= 2 * MIN_RECV_PING_INTERVAL_MS

@@ -1,12 +1,13 @@
 """Errors become statuses with details, on all four kinds of RPC, and nothing hangs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
 
 import grpc
 import pytest
+import structlog
 
 from shared.errors import (
     Code,
@@ -23,9 +24,11 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 @asynccontextmanager
-async def served(handler: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """A server with one method, `/test.Service/Call`, behind our interceptors."""
-    server = grpc.aio.server(interceptors=server_interceptors())
+async def served(
+    handler: Any, more: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A server with one method, `/test.Service/Call`, behind our interceptors and some more."""
+    server = grpc.aio.server(interceptors=[*server_interceptors(), *more])
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {"Call": handler}),)
     )
@@ -217,3 +220,32 @@ def test_a_code_that_we_never_send_reads_as_internal() -> None:
     error = error_from_rpc(unknown)
     assert type(error) is ServingError
     assert (error.code, error.message) == (Code.INTERNAL, "gone")
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
+async def test_a_fault_of_an_interceptor_tells_the_client_nothing_either(kind: str) -> None:
+    class Broken(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+            raise RuntimeError("/secret/path")
+
+    async def behavior(request: Any, context: Context) -> bytes:
+        return b""
+
+    handler = getattr(grpc, f"{kind}_rpc_method_handler")(behavior)
+    async with served(handler, [Broken()]) as channel:
+        status = await outcome_of(kind, channel)
+    assert status.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (status.details() or "")
+
+
+async def test_an_internal_error_has_an_id_that_the_log_has_too() -> None:
+    async def behavior(request: bytes, context: Context) -> bytes:
+        raise RuntimeError("what the log alone is told")
+
+    with structlog.testing.capture_logs() as logs:
+        async with served(grpc.unary_unary_rpc_method_handler(behavior)) as channel:
+            first = await outcome_of("unary_unary", channel)
+            second = await outcome_of("unary_unary", channel)
+    ids = [log["error_id"] for log in logs]
+    assert ids[0] in (first.details() or "") and ids[1] in (second.details() or "")
+    assert ids[0] != ids[1]

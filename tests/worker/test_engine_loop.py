@@ -126,7 +126,10 @@ def test_bad_commands_do_not_end_the_loop(running: Running) -> None:
     running.send("nonsense", None, Abort((99,), report=True))
     running.pipe.send_bytes(b"not a pickle")
     running.send(Submit(NewRequest(1, None, 5)))  # type: ignore[arg-type]
-    assert failed(running.end_of(1)).code is Code.INTERNAL
+    end = failed(running.end_of(1))
+    assert end.code is Code.INTERNAL
+    # What Python said of it is for the log.
+    assert "None" not in end.message
     running.submit(2, [5])
     assert finished(running.end_of(2))
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
+from shared.tracing import Tracer
 from worker.config import WorkerConfig, resolve
 from worker.engine_main import run_engine
 from worker.engine_process import EngineProcess
@@ -227,6 +228,7 @@ async def running_worker(
     *,
     target: Callable[..., None] = run_engine,
     wait_serving: bool = True,
+    tracer: Tracer | None = None,
     **settings: Any,
 ) -> AsyncIterator[FrontWorker]:
     """Runs `serve` on this loop, over the tokenizer in `folder`, with `target` as its engine."""
@@ -249,7 +251,7 @@ async def running_worker(
     async with asyncio.TaskGroup() as tasks:
         first = spawn()
         serving = tasks.create_task(
-            serve(config, first, spawn, stop, on_listening=listening.set_result)
+            serve(config, first, spawn, stop, tracer=tracer, on_listening=listening.set_result)
         )
         port = await asyncio.wait_for(listening, TIMEOUT_S)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

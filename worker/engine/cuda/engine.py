@@ -53,6 +53,7 @@ from worker.step import EngineInfo, Int32Array, StepPlan
 # A result may be read until its place comes round again; at most two steps are in flight.
 _NUM_RESULTS = 4
 _NO_WORDS = np.empty(0, np.int32)
+_CONTEXT_LOST = "the CUDA context is lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class CudaEngine:
         self._ops = ops
         self._info = info
         self._shape = memory.shape
-        self._lost: str | None = None
+        self._is_lost = False
         self._is_closed = False
         # Whether the last step waits for masks, and what was launched behind it.
         self._waits = False
@@ -178,13 +179,16 @@ class CudaEngine:
                 step.failed(error)
 
     def fault(self, error: RuntimeError) -> EngineError:
-        """What a CUDA error means for the step that met it; notes if it was the last one."""
+        """What a CUDA error means for the step that met it; notes if it was the last one.
+
+        To be raised from that error: its words are for the log, not for clients.
+        """
         try:
             torch.cuda.synchronize()
-        except RuntimeError as lasting:
-            self._lost = str(lasting)
-            return EngineLostError(f"the CUDA context is lost: {error}")
-        return EngineError(f"the step failed on the device: {error}")
+        except RuntimeError:
+            self._is_lost = True
+            return EngineLostError(_CONTEXT_LOST)
+        return EngineError("the step failed on the device")
 
     def draw_masked(self, undrawn: Undrawn, bitmasks: Int32Array, results: Results) -> None:
         """Queues the rest of a step that waited for masks. Raises EngineError."""
@@ -201,15 +205,15 @@ class CudaEngine:
 
     def close(self) -> None:
         self._is_closed = True
-        if self._lost is not None:
+        if self._is_lost:
             # Nothing can be freed any more; the driver does it when the process ends.
             return
         torch.cuda.synchronize()
         self._graphs.close()
 
     def _check_usable(self) -> None:
-        if self._lost is not None:
-            raise EngineLostError(f"the CUDA context is lost: {self._lost}")
+        if self._is_lost:
+            raise EngineLostError(_CONTEXT_LOST)
         if self._is_closed:
             raise EngineError("the engine is closed")
 

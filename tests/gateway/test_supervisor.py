@@ -1,0 +1,162 @@
+"""The parent of several processes: starts, restarts, gives up, drains and ends them.
+
+The processes are small programs; what real ones do is in tests/integration/test_processes.py.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gateway.supervisor import RestartPolicy, Supervisor
+
+# Says that it runs, and ends with 0 when it is told to.
+OBEDIENT = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+open(sys.argv[1], "a").write("x")
+while True:
+    time.sleep(60)
+"""
+DEAF = OBEDIENT.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
+# Lives long enough for another to be well, then five times not at all, then as it should.
+DYING = (
+    """
+import os, sys, time
+num_before = os.path.getsize(sys.argv[1]) if os.path.exists(sys.argv[1]) else 0
+if num_before < 6:
+    open(sys.argv[1], "a").write("x")
+    time.sleep(0.0 if num_before else 1.0)
+    sys.exit(2)
+"""
+    + OBEDIENT
+)
+FAST = RestartPolicy(settled_s=0.5, first_wait_s=0.01, longest_wait_s=0.05, max_early_deaths=3)
+
+
+class Supervised:
+    """A supervisor at work on small programs, which leave a letter at each start."""
+
+    def __init__(self, folder: Path, *programs: str, drain_limit_s: float = 10.0) -> None:
+        self._folder = folder
+        self.counts: list[int] = []
+        self.losses: list[int] = []
+        self._supervisor = Supervisor(
+            lambda slot: [sys.executable, "-c", programs[slot], str(self._starts(slot))],
+            os.environ,
+            len(programs),
+            drain_limit_s=drain_limit_s,
+            policy=FAST,
+            on_change=self.counts.append,
+            on_loss=self.losses.append,
+        )
+
+    async def run(self) -> int:
+        async with asyncio.timeout(30):
+            return await self._supervisor.run()
+
+    def num_starts(self, slot: int) -> int:
+        path = self._starts(slot)
+        return path.stat().st_size if path.exists() else 0
+
+    def _starts(self, slot: int) -> Path:
+        return self._folder / f"starts-{slot}"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - other processes tell nobody
+            await asyncio.sleep(0.01)
+
+
+def children() -> list[psutil.Process]:
+    found = psutil.Process().children()
+    return [child for child in found if "starts-" in " ".join(child.cmdline())]
+
+
+async def test_a_signal_drains_all_and_the_exit_code_is_0(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, OBEDIENT, OBEDIENT)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == supervised.num_starts(1) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert run.result() == 0
+    assert supervised.counts == [1, 2, 1, 0]
+    assert not supervised.losses
+
+
+async def test_a_process_that_dies_is_started_anew_and_the_others_stay(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, OBEDIENT, OBEDIENT)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == supervised.num_starts(1) == 1)
+        victim = next(child for child in children() if child.cmdline()[-1].endswith("starts-1"))
+        victim.kill()
+        await until(lambda: supervised.num_starts(1) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert run.result() == 0
+    assert supervised.losses == [1]
+    assert supervised.num_starts(0) == 1
+
+
+async def test_processes_that_die_at_once_again_and_again_end_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised = Supervised(tmp_path, "import sys; sys.exit(7)")
+    assert await supervised.run() == 1
+    assert len(supervised.losses) == FAST.max_early_deaths
+    assert "ended 3 times within 0.5 s of its start" in (said := capsys.readouterr().err)
+    assert "exit code 7" in said
+
+
+async def test_one_that_cannot_work_as_it_is_told_to_is_not_tried_again(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, "import sys; sys.exit(2)", OBEDIENT)
+    assert await supervised.run() == 2
+    assert supervised.losses == [0]
+    assert not children()
+
+
+async def test_while_another_is_well_a_dying_one_is_tried_for_ever(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, OBEDIENT, DYING)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(1) == 7)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert run.result() == 0
+    assert supervised.losses == [1] * 6
+    assert supervised.num_starts(0) == 1
+
+
+async def test_one_that_does_not_drain_is_killed_and_the_exit_code_tells(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, DEAF, OBEDIENT, drain_limit_s=0.3)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == supervised.num_starts(1) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert run.result() == 1
+    assert not children()
+
+
+async def test_a_second_signal_kills_at_once_and_is_the_exit(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, DEAF, DEAF)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == supervised.num_starts(1) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(3):
+            assert await run == -signal.SIGINT
+    assert not children()
+
+
+async def test_a_command_that_is_not_there_is_a_failure_and_no_traceback(tmp_path: Path) -> None:
+    supervisor = Supervisor(
+        lambda _: [str(tmp_path / "nothing")], {}, 2, drain_limit_s=1.0, policy=FAST
+    )
+    async with asyncio.timeout(20):
+        assert await supervisor.run() == 1
