@@ -85,6 +85,16 @@ def test_every_query_asks_a_service_for_a_metric_that_it_has(dashboard: dict[str
     assert found > 30
 
 
+@pytest.mark.parametrize("document", ["observability.md", "security.md"])
+def test_every_metric_that_a_document_names_is_there(document: str) -> None:
+    served = served_metrics()
+    known = served["gateway"] | served["worker"]
+    # A histogram goes by its own name.
+    known |= {name.removesuffix("_bucket") for name in known}
+    named = re.findall(r"`(tandem_\w+)`", (ROOT / "docs" / document).read_text())
+    assert named and set(named) <= known
+
+
 def test_every_status_and_finish_reason_of_a_query_is_one(dashboard: dict[str, Any]) -> None:
     known = {code.name for code in Code} | {reason.name for reason in FinishReason}
     for query in queries_of(dashboard):
