@@ -4,6 +4,7 @@ Its parent tells it to stop; it ignores the terminal's signals, and dies with it
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -56,6 +57,10 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
         loop = EngineLoop(
             scheduler, opened.engine, connection, channel.emit, overlap=config.overlap
         )
+        # What loading made lives for ever: with torch and transformers imported, looking at
+        # it again takes a full collection 50 ms, in the middle of some step.
+        gc.collect()
+        gc.freeze()
         loop.run()
     finally:
         opened.engine.close()
