@@ -18,7 +18,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 .PHONY: help install demo up test check lint format types protos clean \
-	bench-parity bench-scheduler bench-cpu
+	bench-parity bench-scheduler bench-cpu bench-stream
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -73,6 +73,9 @@ bench-scheduler: $(INSTALLED) ## Host time per step at 256 running requests
 
 bench-cpu: $(INSTALLED) ## The whole pair against transformers on this machine
 	$(BIN)/python -m tests.bench.cpu
+
+bench-stream: $(INSTALLED) ## CPU time of a gateway for each token it streams
+	$(BIN)/python -m tests.bench.stream
 
 clean: ## Remove .venv and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

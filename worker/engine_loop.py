@@ -200,7 +200,8 @@ class EngineLoop:
         except (ServingError, TypeError, ValueError):
             # One bad command must not take all the other requests with it. Any other
             # error means that the books may be half changed, and nothing can go on.
-            _log.exception("a command failed: %r", command)
+            # Not its content, which may be a prompt.
+            _log.exception("a %s command failed", type(command).__name__)
 
     def _obey(self, command: Command) -> None:
         now = time.monotonic()

@@ -4,6 +4,7 @@ Its parent tells it to stop; it ignores the terminal's signals, and dies with it
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -56,6 +57,10 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
         sys.exit(_EXIT_LOST)
     try:
         channel.emit(Ready(opened.model, opened.engine.info, opened.tokenizer))
+        # What loading made lives for ever: with torch and transformers imported, looking at
+        # it again takes a full collection 50 ms, in the middle of some step.
+        gc.collect()
+        gc.freeze()
         _run_loop(config, opened, scheduler, connection, channel.emit)
     finally:
         opened.engine.close()

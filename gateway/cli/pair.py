@@ -82,6 +82,11 @@ class Service:
         self._process: asyncio.subprocess.Process | None = None
         self._exited = asyncio.Event()
 
+    @property
+    def pid(self) -> int | None:
+        """None before it is started."""
+        return self._process.pid if self._process else None
+
     async def start(self, tasks: TaskSet) -> None:
         """Starts the process; `tasks` gets the ones that read it and see it exit."""
         # A pipe of our own: asyncio's counts a process as running for as long as a

@@ -24,11 +24,12 @@ def free_address() -> str:
 
 
 async def started(
-    gateway: str, until: str = "Ctrl-C stops both."
+    gateway: str, until: str = "Ctrl-C stops both.", gateway_processes: int = 1
 ) -> tuple[Terminal, list[psutil.Process]]:
     """A `tandem up` that has written `until`, with all of its descendants."""
     listen = ("--listen", gateway, "--worker-listen", free_address())
-    terminal = await Terminal.start("up", *listen, *ECHO)
+    processes = ("--gateway-processes", str(gateway_processes))
+    terminal = await Terminal.start("up", *listen, *processes, *ECHO)
     await terminal.read_err(until)
     return terminal, psutil.Process(terminal.pid).children(recursive=True)
 
@@ -54,7 +55,7 @@ async def test_ctrl_c_stops_the_gateway_first_and_leaves_nothing() -> None:
 
 
 async def test_a_second_ctrl_c_kills_at_once() -> None:
-    terminal, children = await started(free_address(), until=LISTENING)
+    terminal, children = await started(free_address(), until=LISTENING, gateway_processes=2)
     # A stopped process does not drain.
     for child in children:
         child.suspend()
@@ -75,8 +76,11 @@ async def test_a_service_that_dies_is_told_with_its_exit_code() -> None:
     await assert_gone(children)
 
 
-async def test_no_service_outlives_a_killed_parent() -> None:
-    terminal, children = await started(free_address())
+@pytest.mark.parametrize("gateway_processes", [1, 2])
+async def test_no_service_outlives_a_killed_parent(gateway_processes: int) -> None:
+    terminal, children = await started(free_address(), gateway_processes=gateway_processes)
+    names = [name for child in children for name in child.cmdline()]
+    assert names.count("gateway.process") == (0 if gateway_processes == 1 else 2)
     terminal.kill()
     await terminal.end()
     await assert_gone(children)
