@@ -42,10 +42,12 @@ class RequestChannel:
     __slots__ = (
         "_abort",
         "_has_news",
+        "_listener",
         "_loop",
         "_waiter",
         "end",
         "handle",
+        "is_flowing",
         "logprobs",
         "prompt_logprobs",
         "started",
@@ -62,6 +64,9 @@ class RequestChannel:
         self.started: WorkerStarted | None = None
         # Set once, after the last token.
         self.end: WorkerFinished | ServingError | None = None
+        # Set by the reader after its first token: the others may wait for one another.
+        self.is_flowing = False
+        self._listener: Callable[[], None] | None = None
         self._abort = abort
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
@@ -91,6 +96,9 @@ class RequestChannel:
 
     def notify(self) -> None:
         """Wakes the reader after something was added."""
+        if self._listener is not None:
+            self._listener()
+            return
         self._has_news = True
         waiter = self._waiter
         if waiter is not None:
@@ -104,6 +112,13 @@ class RequestChannel:
             self._waiter = self._loop.create_future()
             await self._waiter
         self._has_news = False
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """News go to the listener from now on; it must not raise. None: to who waits again,
+        what has come already among them."""
+        self._listener = listener
+        if listener is None:
+            self._has_news = True
 
     def take_tokens(self, limit: int) -> list[int]:
         """The oldest waiting tokens, at most `limit`; the next `wait` tells of the rest."""

@@ -102,6 +102,10 @@ class GatewayConfig(BaseSettings):
     )
     max_prompt_bytes: int = Field(default=8 << 20, ge=1, description="most bytes of text to encode")
     max_delta_tokens: int = Field(default=1024, ge=1, description="most tokens in one delta")
+    coalesce: bool = Field(
+        default=True,
+        description="tokens of a stream wait for each other while steps arrive late: 2, 4 or 8",
+    )
     default_timeout_s: float = Field(
         default=0.0, ge=0, description="for requests without a deadline; 0: none"
     )

@@ -10,6 +10,7 @@ from gateway.encoding import PromptEncoder
 from gateway.live_requests import AbortedEarlyError, LiveRequest, LiveRequests
 from gateway.merging import PromptSharing, merged
 from gateway.model_checks import check_model, check_prompt_logprobs, check_tokens, max_tokens
+from gateway.outlet import Outlet
 from gateway.request import GenerationRequest, OutputOptions, Submission
 from gateway.router import Router
 from gateway.served_model import ModelInfo, ServedModel
@@ -52,10 +53,11 @@ class Generator:
 
     @asynccontextmanager
     async def generate(
-        self, request: GenerationRequest, arrival: Arrival
+        self, request: GenerationRequest, arrival: Arrival, outlet: Outlet | None = None
     ) -> AsyncIterator[AsyncIterator[Event]]:
         """Started, Deltas and Finished of each completion; those of several are mixed.
 
+        With an outlet, the Deltas of a single one go there, but for its first and its last.
         Leaving the block before their end aborts at the worker.
         """
         with self._live_requests.admit(request.request_id) as live:
@@ -79,7 +81,7 @@ class Generator:
                 arrival,
             )
             if request.num_completions == 1:
-                async with aclosing(self._complete(job, 0, live)) as events:
+                async with aclosing(self._complete(job, 0, live, outlet=outlet)) as events:
                     yield events
                 return
             sharing = PromptSharing()
@@ -91,7 +93,13 @@ class Generator:
                 yield events
 
     async def _complete(
-        self, job: "_Job", index: int, live: LiveRequest, sharing: PromptSharing | None = None
+        self,
+        job: "_Job",
+        index: int,
+        live: LiveRequest,
+        sharing: PromptSharing | None = None,
+        *,
+        outlet: Outlet | None = None,
     ) -> AsyncGenerator[Event, None]:
         """The events of one completion, from whichever worker ends up serving it."""
         completion = self._completion(job, index, sharing)
@@ -113,6 +121,8 @@ class Generator:
                         await channel.wait()
                         for event in completion.absorb(channel):
                             yield event
+                        if outlet is not None:
+                            await outlet.carry(completion, channel)
             except UnavailableError:
                 if not self._may_go_on(completion, live, job.model.info, tried):
                     raise

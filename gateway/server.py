@@ -194,6 +194,7 @@ def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEve
                 times=times,
                 breaker=Breaker(config.breaker_threshold, config.breaker_cool_down_s),
                 events=events,
+                coalesces=config.coalesce,
             )
             for address in config.workers
         ]

@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from gateway.completion import Event, Started
+from gateway.completion import Delta, Event, Started
 from gateway.convert import Answer, load_message, model_message, stream_response
 from gateway.encoding import PromptEncoder
 from gateway.generation import Arrival, Generator
 from gateway.live_requests import LiveRequests
 from gateway.model_checks import check_model
 from gateway.observation import Observation, observed
+from gateway.outlet import Outlet
 from gateway.request import Prompt, TextPrompt
 from gateway.request_span import RequestSpan
 from gateway.router import Router, no_worker_error
@@ -76,9 +77,14 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     # A coroutine that writes, not an async generator: gRPC would wrap each message.
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> None:
         with self._observed("GenerateStream", context) as observation:
+
+            def to_message(delta: Delta) -> pb.GenerateStreamResponse:
+                observation.see(delta)
+                return stream_response(delta)
+
             async with (
                 stream_writer(context, self._limits.slow_reader_limit_s) as writer,
-                self._events(request, context, observation) as events,
+                self._events(request, context, observation, Outlet(writer, to_message)) as events,
             ):
                 async for event in events:
                     observation.see(event)
@@ -176,7 +182,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
 
     @asynccontextmanager
     async def _events(
-        self, request: pb.GenerateRequest, context: Context, observation: Observation
+        self,
+        request: pb.GenerateRequest,
+        context: Context,
+        observation: Observation,
+        outlet: Outlet | None = None,
     ) -> AsyncIterator[AsyncIterator[Event]]:
         """The events of a generation; leaving the block early aborts it."""
         arrived_at = time.monotonic()
@@ -189,7 +199,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         with request_logging(request_id):
             async with (
                 deadline(timeout_s),
-                self._generator.generate(checked, arrival) as events,
+                self._generator.generate(checked, arrival, outlet) as events,
             ):
                 yield events
 

@@ -65,6 +65,7 @@ class WorkerLink:
         times: LinkTimes,
         breaker: Breaker,
         events: LinkEvents,
+        coalesces: bool = True,
     ) -> None:
         self.address = address
         self._tokenizers = tokenizers
@@ -72,6 +73,7 @@ class WorkerLink:
         self._times = times
         self._breaker = breaker
         self._events = events
+        self._coalesces = coalesces
         self._backoff = Backoff(times.first_retry_s, times.max_retry_s)
         self._stub: pb_grpc.WorkerServiceStub | None = None
         self._session: WorkerSession | None = None
@@ -191,6 +193,7 @@ class WorkerLink:
             silence_limit_s=self._times.silence_limit_s,
             on_load=self._take_load,
             on_lag=self._events.on_lag,
+            coalesces=self._coalesces,
         )
         try:
             async with asyncio.TaskGroup() as tasks:

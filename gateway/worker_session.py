@@ -15,6 +15,7 @@ import structlog
 
 from gateway.backoff import RETRY_AFTER_MS
 from gateway.channel import RequestChannel, WorkerFinished, WorkerStarted
+from gateway.coalescing import Coalescing, RemoteClock
 from gateway.request import Submission
 from shared.errors import Code, ServingError, UnavailableError, error_of
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
@@ -29,6 +30,9 @@ _KINDS = {
     StructureKind.GRAMMAR: pb.StructuredOutput.KIND_GRAMMAR,
     StructureKind.CHOICE: pb.StructuredOutput.KIND_CHOICE,
 }
+
+# Tokens wait for others at most twice as long.
+_HOLD_S = 0.05
 
 RunCall: TypeAlias = "grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]"
 
@@ -45,14 +49,23 @@ class WorkerSession:
         silence_limit_s: float,
         on_load: Callable[[pb.GetLoadResponse], None],
         on_lag: Callable[[float], None],
+        coalesces: bool = True,
     ) -> None:
         self._address = address
         self._call = call
         self._ping_interval_s = ping_interval_s
         self._silence_limit_s = silence_limit_s
         self._on_load = on_load
-        # Seconds from a step's commit to its arrival here, by the two machines' clocks.
+        # Seconds from a step's commit to its arrival here.
         self._on_lag = on_lag
+        self._coalescing = Coalescing(is_enabled=coalesces)
+        self._clock = RemoteClock()
+        self._last_ping = (0, 0.0)
+        # By handle, the lists of tokens that wait for more: those that did so before the last
+        # look, and the others. A channel has another list once its reader has taken this one.
+        self._held_long: dict[int, list[int]] = {}
+        self._held: dict[int, list[int]] = {}
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._channels: dict[int, RequestChannel] = {}
         self._last_handle = 0
         # Bounded by the requests that live: a submit and an abort for each.
@@ -82,6 +95,8 @@ class WorkerSession:
             for channel in self._channels.values():
                 channel.finish(lost)
             self._channels.clear()
+            if self._hold_timer is not None:
+                self._hold_timer.cancel()
 
     def submit(self, submission: Submission) -> RequestChannel:
         """Sends a request; its answers come into the channel."""
@@ -128,6 +143,7 @@ class WorkerSession:
         silence_s = 0.0
         while True:
             nonce += 1
+            self._last_ping = (nonce, time.time())
             self._send(pb.RunRequest(ping=pb.Ping(nonce=nonce)))
             self._has_heard = False
             await asyncio.sleep(self._ping_interval_s)
@@ -155,10 +171,19 @@ class WorkerSession:
                 self._end(response.rejected.handle, _error(failure))
             case "load":
                 self._on_load(response.load)
+            case "pong":
+                self._take_pong(response.pong)
             case _:
-                # A pong, whose arrival is all it says; an acceptance, whose queue position
-                # comes again with `started`; or what a newer worker knows.
+                # An acceptance, whose queue position comes again with `started`, or what a
+                # newer worker knows.
                 pass
+
+    def _take_pong(self, pong: pb.Pong) -> None:
+        nonce, sent_at = self._last_ping
+        # An older worker does not tell its time.
+        if pong.unix_us and pong.nonce == nonce:
+            told = 1e-6 * pong.unix_us
+            self._clock.observe(sent_at=sent_at, told=told, received_at=time.time())
 
     def _take_output(self, output: pb.StepOutput) -> None:
         channels = self._channels
@@ -173,19 +198,58 @@ class WorkerSession:
             channel = channels.get(part.handle)
             if channel is not None:
                 channel.add_logprobs(part, is_prompt=part.prompt)
-        # The hot loop of the gateway: once for each token of every request. Handles that
-        # are not there belong to requests that were closed while the step was on its way.
-        for handle, token_id in zip(output.handles, output.token_ids, strict=True):
-            channel = channels.get(handle)
-            if channel is not None:
-                channel.token_ids.append(token_id)
-                channel.notify()
+        touched = self._take_tokens(output)
         for finished in output.finished:
             self._end(finished.handle, _finished(finished))
         for failed in output.failed:
             self._end(failed.handle, _error(failed.failure))
         if output.committed_unix_us:
-            self._on_lag(max(0.0, time.time() - 1e-6 * output.committed_unix_us))
+            lag_s = self._clock.age_s(1e-6 * output.committed_unix_us)
+            self._on_lag(lag_s)
+            self._coalescing.observe(lag_s)
+        self._notify(touched)
+
+    def _take_tokens(self, output: pb.StepOutput) -> dict[int, RequestChannel]:
+        """Puts them into their channels, which are told after all else that came with them.
+
+        Once for each token of every request. Handles that are not there belong to requests
+        that were closed while the step was on its way.
+        """
+        channels, touched = self._channels, {}
+        for handle, token_id in zip(output.handles, output.token_ids, strict=True):
+            channel = channels.get(handle)
+            if channel is not None:
+                channel.token_ids.append(token_id)
+                touched[handle] = channel
+        return touched
+
+    def _notify(self, touched: dict[int, RequestChannel]) -> None:
+        least = self._coalescing.num_tokens
+        if least == 1:
+            for channel in touched.values():
+                channel.notify()
+            return
+        held = self._held
+        for handle, channel in touched.items():
+            if channel.end is None and channel.is_flowing and len(channel.token_ids) < least:
+                held[handle] = channel.token_ids
+            else:
+                channel.notify()
+        if held and self._hold_timer is None:
+            self._hold_timer = asyncio.get_running_loop().call_later(_HOLD_S, self._let_go)
+
+    def _let_go(self) -> None:
+        """Tokens that no others follow, as their request or the engine pauses, wait no longer."""
+        held, self._held_long, self._held = self._held_long, self._held, {}
+        for handle, token_ids in held.items():
+            channel = self._channels.get(handle)
+            if channel is not None and channel.token_ids is token_ids:
+                channel.notify()
+        self._hold_timer = (
+            asyncio.get_running_loop().call_later(_HOLD_S, self._let_go)
+            if self._held_long
+            else None
+        )
 
     def _end(self, handle: int, end: WorkerFinished | ServingError) -> None:
         channel = self._channels.pop(handle, None)

@@ -148,7 +148,8 @@ class Dispatcher:
             case "abort":
                 self._abort(link, request.abort.handles, reply=request.abort.reply)
             case "ping":
-                link.answer(pb.RunResponse(pong=pb.Pong(nonce=request.ping.nonce)))
+                pong = pb.Pong(nonce=request.ping.nonce, unix_us=int(1e6 * time.time()))
+                link.answer(pb.RunResponse(pong=pong))
             case _:
                 raise InvalidArgumentError("command", "none is set")
 

@@ -260,10 +260,12 @@ class TokenLogprobs(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., num_top: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce",)
+    __slots__ = ("nonce", "unix_us")
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    UNIX_US_FIELD_NUMBER: _ClassVar[int]
     nonce: int
-    def __init__(self, nonce: _Optional[int] = ...) -> None: ...
+    unix_us: int
+    def __init__(self, nonce: _Optional[int] = ..., unix_us: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
