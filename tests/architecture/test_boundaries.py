@@ -107,6 +107,8 @@ def offences(modules: list[str], *forbidden: str) -> list[str]:
         ("worker.checkpoint", ("worker.engine", "worker.scheduler", "worker.engine_loop", "grpc")),
         ("worker.engine", ("worker.scheduler", "worker.engine_loop", "grpc", "asyncio")),
         ("worker.engine_loop", ("worker.engine", "grpc", "asyncio", "torch")),
+        ("worker.structured", ("worker.engine", "worker.scheduler", "worker.engine_loop")),
+        ("worker.structured", ("grpc", "asyncio", *HEAVY)),
     ],
 )
 def test_layers_do_not_reach_up_or_across(package: str, forbidden: tuple[str, ...]) -> None:
@@ -153,6 +155,11 @@ def test_only_the_factory_knows_the_backends() -> None:
     backends = ("worker.engine.cpu", "worker.engine.cuda", "worker.engine.echo")
     outside = [module for module in sources() if not is_within(module, "worker.engine")]
     assert not offences(outside, *backends)
+
+
+def test_only_one_module_knows_the_grammar_library() -> None:
+    others = [module for module in sources() if module != "worker.structured.library"]
+    assert not offences(others, "llguidance")
 
 
 def test_there_are_no_import_cycles() -> None:
