@@ -207,3 +207,19 @@ def test_every_handler_is_a_coroutine_or_an_async_generator(service: type) -> No
     assert len(handlers) == 8
     for handler in handlers:
         assert inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler), handler
+
+
+def test_no_kernel_has_an_argument_that_tritons_launcher_shadows() -> None:
+    # Its launcher binds these names itself: an argument so named arrives as a dict. The
+    # interpreter has another launcher, so only a GPU would notice.
+    shadowed = {"params", "specialization", "options"}
+    found = [
+        f"{path.name}: {function.name}({argument.arg})"
+        for path in sorted((ROOT / "worker/engine/cuda").glob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        for argument in function.args.args
+        if argument.arg in shadowed
+    ]
+    assert found == []
