@@ -108,6 +108,8 @@ def offences(modules: list[str], *forbidden: str) -> list[str]:
         ("worker.checkpoint", ("worker.engine", "worker.scheduler", "worker.engine_loop", "grpc")),
         ("worker.engine", ("worker.scheduler", "worker.engine_loop", "grpc", "asyncio")),
         ("worker.engine_loop", ("worker.engine", "grpc", "asyncio", "torch")),
+        ("worker.structured", ("worker.engine", "worker.scheduler", "worker.engine_loop")),
+        ("worker.structured", ("grpc", "asyncio", *HEAVY)),
     ],
 )
 def test_layers_do_not_reach_up_or_across(package: str, forbidden: tuple[str, ...]) -> None:
@@ -154,6 +156,11 @@ def test_only_the_factory_knows_the_backends() -> None:
     backends = ("worker.engine.cpu", "worker.engine.cuda", "worker.engine.echo")
     outside = [module for module in sources() if not is_within(module, "worker.engine")]
     assert not offences(outside, *backends)
+
+
+def test_only_one_module_knows_the_grammar_library() -> None:
+    others = [module for module in sources() if module != "worker.structured.library"]
+    assert not offences(others, "llguidance")
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -211,3 +218,19 @@ def test_every_handler_is_a_coroutine_or_an_async_generator(service: type) -> No
     assert len(handlers) == 8
     for handler in handlers:
         assert inspect.iscoroutinefunction(handler) or inspect.isasyncgenfunction(handler), handler
+
+
+def test_no_kernel_has_an_argument_that_tritons_launcher_shadows() -> None:
+    # Its launcher binds these names itself: an argument so named arrives as a dict. The
+    # interpreter has another launcher, so only a GPU would notice.
+    shadowed = {"params", "specialization", "options"}
+    found = [
+        f"{path.name}: {function.name}({argument.arg})"
+        for path in sorted((ROOT / "worker/engine/cuda").glob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+        for argument in function.args.args
+        if argument.arg in shadowed
+    ]
+    assert found == []

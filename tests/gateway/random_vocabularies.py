@@ -15,7 +15,7 @@ from gateway.vocabulary import byte_alphabet
 
 SPECIAL = ("<s>", "</s>", "<|im_end|>")
 # Added, but text like any other.
-ORDINARY = ("<tool>", "a b")
+ORDINARY = ("<tool>", "<a b>")
 
 # Characters of one to four bytes, some that share their first bytes, and the one that
 # stands for faults.
@@ -104,7 +104,7 @@ def _vocabulary(
     built: tokenizers.Tokenizer, pieces: Sequence[bytes], *, takes_off_space: bool
 ) -> Vocabulary:
     built.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    built.add_tokens([AddedToken(token, special=False) for token in ORDINARY])
+    built.add_tokens([AddedToken(token, special=False, normalized=False) for token in ORDINARY])
     whole = [*pieces, *(token.encode() for token in (*SPECIAL, *ORDINARY))]
     assert built.get_vocab_size() == len(whole)
     files = {"tokenizer.json": built.to_str().encode()}

@@ -56,13 +56,25 @@ def _likeliest(logits: Tensor, count: int) -> tuple[Int32Array, Float32Array]:
     if not count:
         shape = (len(logits), 0)
         return np.empty(shape, np.int32), np.empty(shape, np.float32)
-    # topk leaves open which of equal logits it takes: all that equal the last are looked at.
     # A row with a NaN has no order; zeros, so that it still has its entries.
     usable = torch.nan_to_num(logits, nan=0.0) if logits.isnan().any() else logits
-    last = usable.topk(count, dim=1).values[:, -1:]
-    rows, ids = (part.numpy() for part in (usable >= last).nonzero(as_tuple=True))
-    values = usable.numpy()[rows, ids]
-    order = np.lexsort((ids, -values, rows))
-    first = np.searchsorted(rows, np.arange(len(logits)))
-    places = order[first[:, None] + np.arange(count)]
-    return ids[places].astype(np.int32), values[places]
+    top = usable.topk(min(count + 1, usable.shape[1]), dim=1)
+    values, ids = top.values[:, :count].numpy(), top.indices[:, :count].numpy()
+    # topk leaves open which of equal logits it takes, should the last not be the only one.
+    if top.values.shape[1] > count:
+        tied = top.values[:, count - 1] == top.values[:, count]
+        for row in tied.nonzero().ravel().tolist():
+            ids[row] = _first_of_equal(usable[row], top.values[row, count - 1], count)
+            values[row] = usable[row].numpy()[ids[row]]
+    order = np.lexsort((ids, -values), axis=1)
+    return (
+        np.take_along_axis(ids, order, axis=1).astype(np.int32),
+        np.take_along_axis(values, order, axis=1),
+    )
+
+
+def _first_of_equal(logits: Tensor, last: Tensor, count: int) -> np.ndarray:
+    """Ids of a row's `count` greatest logits, the lowest ids of those that equal the last."""
+    greater = (logits > last).nonzero().ravel().numpy()
+    equal = (logits == last).nonzero().ravel().numpy()
+    return np.concatenate((greater, equal[: count - len(greater)]))

@@ -25,6 +25,7 @@ def check_idle(lifecycle: Lifecycle) -> None:
     kv = lifecycle.kv
     _require(not lifecycle.live, "a request is live")
     _require(kv.table.num_free_rows == len(lifecycle.rows.requests), "a row is held")
+    _require(not lifecycle.rows.features.num_open, "a feature is open")
     _require(not kv.num_retired, "pages are retired for ever")
     _require(kv.tree.num_evictable == kv.tree.num_pages, "cached pages are locked")
     held = kv.pool.num_pages - kv.pool.num_free - kv.tree.num_pages

@@ -133,3 +133,18 @@ def test_the_null_engine_answers_at_once_with_its_token() -> None:
     engine = NullEngine(INFO, token_id=7)
     outputs = run(scheduler_with(request(1, [1], max_tokens=3)), engine)
     assert tokens_of(outputs, 1) == [7, 7, 7]
+
+
+def test_an_echo_has_no_logits_and_was_certain_of_every_token() -> None:
+    engine = EchoEngine(INFO, eos_token_id=EOS)
+    assert not engine.info.has_logits
+    asking = replace(request(1, [11, 12, 13]), logprobs=4, prompt_logprobs=4)
+    plan = scheduler_with(asking).plan(0.0)
+    assert plan is not None
+    logprobs = engine.launch(plan).result().logprobs
+    engine.close()
+    assert logprobs is not None and logprobs.sampled is not None and logprobs.prompt is not None
+    for entries, count in ((logprobs.sampled, 1), (logprobs.prompt, 2)):
+        assert entries.logprobs.tolist() == [0.0] * count
+        assert entries.ranks.tolist() == [1] * count
+        assert entries.top_ids.shape == entries.top_logprobs.shape == (count, 0)

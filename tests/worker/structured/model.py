@@ -27,7 +27,7 @@ def write_model(folder: Path) -> None:
         bos_token_id=0,
         eos_token_id=list(EOS_IDS),
     )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.2)

@@ -71,7 +71,8 @@ def run(
         outcome.load = event.load
         for uid, token in zip(event.uids.tolist(), event.token_ids.tolist(), strict=True):
             outcome.token_ids.setdefault(uid, []).append(token)
-        for end in (*event.finished, *event.failed):
+        ends: tuple[Finished | Failed, ...] = event.finished + event.failed
+        for end in ends:
             outcome.ends[end.uid] = end
             commands.num_open -= 1
 

@@ -17,15 +17,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.engine.cuda.decode_plan import (
+    ITEM_WORDS,
+    TILE,
+    most_chunks,
+    plan_chunks,
+    programs_at_once,
+)
 from worker.engine.cuda.launch import FEW_ROWS, dependent_launch
 
 # log2(e): the softmax is computed with exp2, which is one instruction.
 _LOG2E = 1.4426950408889634
-# Words of a chunk's line: batch index (-1: no such chunk), row of the page table, length of
-# the row, begin and end of the chunk, the row's first chunk and number of chunks.
-_ITEM_WORDS = 8
-# Chunks are cut at multiples of this many tokens.
-_TILE = 64
 # tl.dot needs 16 rows; a group of query heads is padded to that.
 _GROUP_ROWS = 16
 
@@ -60,9 +62,11 @@ class DecodeWork:
 
     def __init__(self, shape: DecodeShape, max_batch: int, device: torch.device) -> None:
         self.shape = shape
+        # Chunks that are worked on at once, each by a program for every kv head.
+        self._wave = max(1, programs_at_once(device) // shape.num_kv_heads)
         max_items = self.num_items(max_batch)
-        # One line for each chunk, all that a program must know of it in one load; see _ITEM_*.
-        self.items = torch.zeros(max_items, _ITEM_WORDS, dtype=torch.int32, device=device)
+        # One line for each chunk, all that a program must know of it in one load.
+        self.items = torch.zeros(max_items, ITEM_WORDS, dtype=torch.int32, device=device)
         heads, head_dim = shape.num_q_heads, shape.head_dim
         self.partial_out = torch.empty(max_items, heads, head_dim, device=device)
         self.partial_max = torch.empty(max_items, heads, device=device)
@@ -72,30 +76,11 @@ class DecodeWork:
 
     def num_items(self, batch: int) -> int:
         """The most chunks that a batch can be cut into, whatever its lengths."""
-        return batch + self._target_chunks(batch)
-
-    def _target_chunks(self, batch: int) -> int:
-        """How many chunks a batch is cut into beyond one for each row, by measurement.
-
-        Each is worked on once for every kv head; 1024 programs fill the device.
-        """
-        return max(1, (1024 if batch < 64 else 2048) // self.shape.num_kv_heads)
+        return most_chunks(batch, self._wave)
 
     def plan(self, rows: torch.Tensor, cached_lens: torch.Tensor) -> None:
         """Cuts the rows' cached tokens into chunks; both are [batch] int32."""
-        batch = len(cached_lens)
-        _plan_kernel[(1,)](
-            self.items,
-            rows,
-            cached_lens,
-            batch,
-            self._target_chunks(batch),
-            self.num_items(batch),
-            BLOCK_B=triton.next_power_of_2(batch),
-            ITEM_WORDS=_ITEM_WORDS,
-            TILE=_TILE,
-            num_warps=4,
-        )
+        plan_chunks(self.items, rows, cached_lens, wave=self._wave)
 
 
 def decode_attention(
@@ -151,8 +136,8 @@ def decode_attention(
         GROUP_ROWS=_GROUP_ROWS,
         BLOCK_N=32,
         COMBINED=16,
-        ITEM_WORDS=_ITEM_WORDS,
-        TILE=_TILE,
+        ITEM_WORDS=ITEM_WORDS,
+        TILE=TILE,
         EARLY=q.shape[0] > FEW_ROWS,
         # Many small programs on a multiprocessor hide each other's waits: of eight shapes of
         # tile this was the best from batch 1 to 128, and within 1 % of it at 256.
@@ -160,45 +145,6 @@ def decode_attention(
         num_stages=4,
         **dependent_launch(),
     )
-
-
-@triton.jit(do_not_specialize=["batch", "target", "max_items"])
-def _plan_kernel(  # type: ignore[no-untyped-def]
-    items,
-    rows,
-    cached_lens,
-    batch,
-    target,
-    max_items,
-    BLOCK_B: tl.constexpr,
-    ITEM_WORDS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    b = tl.arange(0, BLOCK_B)
-    mask = b < batch
-    lens = tl.load(cached_lens + b, mask=mask, other=0)
-    row = tl.load(rows + b, mask=mask, other=0)
-    # The sum of ceil(len / chunk) is then at most batch + target.
-    chunk = tl.cdiv(tl.cdiv(tl.sum(lens, 0), target), TILE) * TILE
-    chunk = tl.maximum(chunk, TILE)
-    # A row without cached tokens still has one chunk, which holds its new token.
-    counts = tl.where(mask, tl.maximum(tl.cdiv(lens, chunk), 1), 0)
-    first = tl.cumsum(counts, 0) - counts
-    # A row's chunks are of one size, so that none ends long after the others.
-    size = tl.cdiv(tl.cdiv(lens, tl.maximum(counts, 1)), TILE) * TILE
-    for i in range(tl.max(counts, 0)):
-        line = items + (first + i) * ITEM_WORDS
-        exists = i < counts
-        tl.store(line, b, mask=exists)
-        tl.store(line + 1, row, mask=exists)
-        tl.store(line + 2, lens, mask=exists)
-        tl.store(line + 3, tl.minimum(i * size, lens), mask=exists)
-        tl.store(line + 4, tl.minimum((i + 1) * size, lens), mask=exists)
-        tl.store(line + 5, first, mask=exists)
-        tl.store(line + 6, counts, mask=exists)
-    unused = tl.sum(counts, 0) + b
-    for start in range(0, max_items, BLOCK_B):
-        tl.store(items + (unused + start) * ITEM_WORDS, -1, mask=unused + start < max_items)
 
 
 @triton.jit

@@ -7,7 +7,8 @@ MLP's) also leave what that factor is made of: for each tile of columns, the sum
 squares. Sums are added in the order of the tiles, so a product repeats itself bit by bit.
 
 These kernels are launched while the kernel before them still runs, and fetch their weights
-into the L2 meanwhile, for weights do not depend on it.
+into the L2 meanwhile, for weights do not depend on it. Those of the fewest rows do so even
+better: `held_product.py`.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from worker.engine.cuda.held_product import choose_columns, held_product, holds
 from worker.engine.cuda.launch import FEW_ROWS, dependent_launch, prefetch
 
 # bfloat16 numbers of one line of the L2.
@@ -24,8 +26,9 @@ _LINE = 64
 # Most lines that a program fetches ahead: 128 KiB.
 _MOST_LINES = 1024
 _MOST_HIDDEN = 2048
-# Below, linear.py is faster. Above, nothing was measured: no step decodes more rows unless told.
-_LEAST_ROWS, _MOST_ROWS = 3, 256
+# One row is faster with linear.py (0.85 ms a step, not 0.89), two are not (1.00, not 0.87). Above,
+# nothing was measured: no step decodes more rows unless told.
+_LEAST_ROWS, _MOST_ROWS = 2, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,15 @@ def choose_tile(num_rows: int, n: int, k: int, *, gated: bool) -> Tile:
     if num_rows <= 16:
         return Tile(16, 16, 256, 2, 5) if narrow else Tile(16, 32, 128, 4, 8)
     if num_rows <= 32:
-        return Tile(32, 16, 256, 2, 4) if narrow or gated else Tile(32, 32, 128, 4, 6)
+        if narrow:
+            return Tile(16, 16, 512, 4, 4) if k <= 2048 else Tile(32, 16, 512, 4, 3)
+        return Tile(32, 16, 256, 2, 4) if gated else Tile(32, 32, 128, 4, 6)
     if num_rows <= 64:
         return Tile(64, 16, 256, 4, 4) if narrow else Tile(64, 32, 128, 4, 5)
     if num_rows <= 128:
         if narrow:
-            return Tile(64, 32, 128, 4, 6) if k <= 2048 else Tile(64, 16, 256, 4, 4)
-        return Tile(128, 32, 64, 4, 8) if gated else Tile(64, 64, 128, 4, 4)
+            return Tile(64, 16, 256, 4, 4) if k <= 2048 else Tile(64, 16, 128, 4, 8)
+        return Tile(64, 64, 64, 4, 6) if gated else Tile(64, 64, 128, 4, 4)
     return Tile(64, 32, 128, 4, 6) if narrow else Tile(128, 64, 64, 8, 6)
 
 
@@ -88,8 +93,13 @@ def product(
     of the first half of the columns times the second.
     """
     n = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, bias, out, squares, gated=gated, tile=tile)
+    num_rows, k = x.shape
+    out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
+    if tile is None and holds(num_rows, k):
+        sums, eps = (squares.sums, squares.eps) if squares is not None else (None, 0.0)
+        held_product(out, x, weight, bias, sums=sums, eps=eps, new_sums=None, gated=gated)
+    else:
+        _launch(out, x, weight, bias, out, squares, gated=gated, tile=tile)
     return out
 
 
@@ -103,11 +113,20 @@ def product_add(
 ) -> torch.Tensor:
     """Adds the product to `residual`, in place; gives its rows' squares, as in RowSquares."""
     (num_rows, k), n = x.shape, weight.shape[0]
+    if tile is None and holds(num_rows, k):
+        sums = _new_sums(residual, choose_columns(n, gated=False))
+        held_product(residual, x, weight, bias, sums=None, eps=0.0, new_sums=sums, gated=False)
+        return sums
     tile = tile or choose_tile(num_rows, n, k, gated=False)
-    num_tiles = triton.cdiv(n, tile.columns)
-    sums = torch.empty(num_tiles, num_rows, dtype=torch.float32, device=x.device)
+    sums = _new_sums(residual, tile.columns)
     _launch(residual, x, weight, bias, sums, None, add=True, tile=tile)
     return sums
+
+
+def _new_sums(residual: torch.Tensor, columns: int) -> torch.Tensor:
+    num_rows, n = residual.shape
+    size = (triton.cdiv(n, columns), num_rows)
+    return torch.empty(size, dtype=torch.float32, device=residual.device)
 
 
 def _launch(
@@ -187,15 +206,21 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has 
     # Rows beyond the edge are not read: were they to read the last row instead, all programs
     # would wait for the same few lines of the L2. Columns do, of which hardly any are beyond.
     has_row = (m < num_rows)[:, None]
-    w_rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+    if GATED:
+        # Gate and up take turns: one product of twice the width, whose neighbours in a row end
+        # up in one thread. Two products in the loop would wait for each other.
+        both = tl.arange(0, 2 * BLOCK_N)
+        column = tl.program_id(0) * BLOCK_N + both // 2
+        w_row = tl.minimum(column, N - 1) + both % 2 * N
+    else:
+        w_row = tl.minimum(n, N - 1)
+    w_rows = weight + w_row.to(tl.int64)[:, None] * K
     if PDL:
         if EARLY:
             gdc_launch_dependents()
         if PREFETCH and tl.program_id(1) == 0:
             line = tl.minimum(tl.arange(0, LINES) * 64, K - 1)[None, :]
             prefetch(w_rows + line)
-            if GATED:
-                prefetch(w_rows + line + N * K)
         gdc_wait()
     exists = has_row & (n < N)[None, :]
     out_ptr = out + m[:, None].to(tl.int64) * N + n[None, :]
@@ -212,8 +237,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has 
 
     x_ptr = x + m[:, None] * x_stride + k[None, :]
     w_ptr = w_rows + k[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             a = tl.load(x_ptr + start, mask=has_row, other=0.0)
@@ -223,22 +248,16 @@ def _product_kernel(  # type: ignore[no-untyped-def]  # noqa: C901 - Triton has 
             a = tl.load(x_ptr + start, mask=has_row & inside, other=0.0)
             b = tl.load(w_ptr + start, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(b), acc)
-        if GATED:
-            if K % BLOCK_K == 0:
-                c = tl.load(w_ptr + start + N * K)
-            else:
-                c = tl.load(w_ptr + start + N * K, mask=inside, other=0.0)
-            up = tl.dot(a, tl.trans(c), up)
 
     if PDL and not EARLY:
         gdc_launch_dependents()
     if NUM_SUMS > 0:
         acc *= scale[:, None]
-        up *= scale[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        acc = acc * tl.sigmoid(acc) * up
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+        acc = gate * tl.sigmoid(gate) * up
     if ADD:
         acc += before
     result = acc.to(out.dtype.element_ty)

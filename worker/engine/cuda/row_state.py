@@ -152,7 +152,7 @@ def _open_kernel(  # type: ignore[no-untyped-def]
     permitted,
     bias_ids,
     bias_values,
-    params,
+    settings,
     vocab_size,
     num_words,
     MOST: tl.constexpr,
@@ -173,7 +173,7 @@ def _open_kernel(  # type: ignore[no-untyped-def]
         field = tl.arange(0, 16)
         is_field = field < _OPENING_WORDS
         tl.store(
-            params + row * _OPENING_WORDS + field, tl.load(opening + field, is_field), is_field
+            settings + row * _OPENING_WORDS + field, tl.load(opening + field, is_field), is_field
         )
         i = tl.arange(0, MOST)
         is_given = i < tl.load(opening + _NUM_BIASES)
@@ -198,8 +198,8 @@ def _see_kernel(openings, token_ids, seen, vocab_size, BLOCK: tl.constexpr):  # 
 
 
 @triton.jit
-def _param(params, row, field):  # type: ignore[no-untyped-def]
-    return tl.load(params + row * _OPENING_WORDS + field)
+def _param(settings, row, field):  # type: ignore[no-untyped-def]
+    return tl.load(settings + row * _OPENING_WORDS + field)
 
 
 @triton.jit
@@ -210,12 +210,12 @@ def _is_set(mask, token, exists):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _adjusted(  # type: ignore[no-untyped-def]
-    x, bias, token, exists, row, position, seen, permitted, params, vocab_size, num_words
+    x, bias, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
 ):
     """Logits x of tokens as the row's opening asks; see RowOpening for the order."""
     times = tl.load(seen + row * vocab_size + token, exists, 0)
     x = x + bias
-    repetition = _param(params, row, _REPETITION).to(tl.float32, bitcast=True) + tl.zeros_like(x)
+    repetition = _param(settings, row, _REPETITION).to(tl.float32, bitcast=True) + tl.zeros_like(x)
     repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
     # A penalty next to 0 must not make a fault of a logit that the model meant.
     LARGEST: tl.constexpr = 3.4028234663852886e38
@@ -223,10 +223,10 @@ def _adjusted(  # type: ignore[no-untyped-def]
     repeated = tl.where(repeated < -LARGEST, -LARGEST, repeated)
     x = tl.where((times != 0) & (repetition != 1.0), repeated, x)
     count = times >> 1
-    frequency = _param(params, row, _FREQUENCY).to(tl.float32, bitcast=True)
-    presence = _param(params, row, _PRESENCE).to(tl.float32, bitcast=True)
+    frequency = _param(settings, row, _FREQUENCY).to(tl.float32, bitcast=True)
+    presence = _param(settings, row, _PRESENCE).to(tl.float32, bitcast=True)
     x = x - (frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0))
-    early = (position < _param(params, row, _MIN_LEN)).to(tl.int64)
+    early = (position < _param(settings, row, _MIN_LEN)).to(tl.int64)
     mask = permitted + (row * 2 + early) * num_words
     return tl.where(_is_set(mask, token, exists), x, float("-inf"))
 
@@ -241,7 +241,7 @@ def _adjust_kernel(  # type: ignore[no-untyped-def]
     masks,
     seen,
     permitted,
-    params,
+    settings,
     vocab_size,
     stride,
     num_words,
@@ -256,7 +256,7 @@ def _adjust_kernel(  # type: ignore[no-untyped-def]
         row = tl.load(rows + entry).to(tl.int64)
         position = tl.load(positions + entry)
         x = _adjusted(
-            x, 0.0, token, exists, row, position, seen, permitted, params, vocab_size, num_words
+            x, 0.0, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
         )
     index = tl.load(entries + _MASK * num_padded + entry)
     if index >= 0:
@@ -274,7 +274,7 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     masks,
     seen,
     permitted,
-    params,
+    settings,
     bias_ids,
     bias_values,
     vocab_size,
@@ -289,13 +289,13 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
         return
     row = tl.load(rows + entry).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    exists = i < _param(params, row, _NUM_BIASES)
+    exists = i < _param(settings, row, _NUM_BIASES)
     token = tl.load(bias_ids + row * BLOCK + i, exists, 0)
     bias = tl.load(bias_values + row * BLOCK + i, exists, 0.0)
     x = load_logits(logits + tl.load(entries + entry).to(tl.int64) * stride + token, exists)
     position = tl.load(positions + entry)
     x = _adjusted(
-        x, bias, token, exists, row, position, seen, permitted, params, vocab_size, num_words
+        x, bias, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
     )
     index = tl.load(entries + _MASK * num_padded + entry)
     if index >= 0:

@@ -160,7 +160,7 @@ def test_only_allowed_ids_and_never_a_forbidden_bias_are_drawn(engine: CudaEngin
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_request_ends_before_its_min_tokens(engine: CudaEngine, overlap: bool) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, logit_bias=((EOS, 60.0), (5, 55.0)))
+    params = SamplingParams(temperature=1.0, seed=3, logit_bias=((EOS, 60.0), (5, 40.0)))
     requests = [
         request(
             1 + min_tokens,

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from worker.engine.cuda.decode_attention import DecodeShape, DecodeWork, Rotary, decode_attention
+from worker.engine.cuda.decode_plan import programs_at_once
 
 EPS = 1e-6
 
@@ -141,3 +142,55 @@ def test_one_long_row_is_cut_into_chunks_that_add_up(
     exact = case.expected(rotary)
     assert _error(case.run(work, rotary), exact) < _bound(dtype)
     assert int((work.items[:, 0] >= 0).sum()) > 16
+
+
+QWEN = DecodeShape(num_q_heads=16, num_kv_heads=8, head_dim=128, page_size=16)
+LENGTHS = {
+    "one wave with room to spare": [700] * 5,
+    "nearly two waves": [1430] * 48,
+    "two waves for many rows": list(range(100, 1124, 4)),
+    "empty rows": [0, 0, 5000, 1],
+    "a few long rows among many": [300] * 248 + [4000] * 8,
+}
+
+
+def _chunks(lens: list[int], device: torch.device) -> list[tuple[int, ...]]:
+    """The lines of a plan: b, row, length, begin, end, first, count."""
+    work = DecodeWork(QWEN, len(lens), device)
+    rows = torch.arange(len(lens), dtype=torch.int32, device=device) + 3
+    work.plan(rows, torch.tensor(lens, dtype=torch.int32, device=device))
+    lines = work.items[: work.num_items(len(lens)), :7].tolist()
+    return [tuple(line) for line in lines if line[0] >= 0]
+
+
+@pytest.mark.parametrize("lens", LENGTHS.values(), ids=LENGTHS.keys())
+def test_each_row_is_cut_into_neighbouring_chunks(lens: list[int], device: torch.device) -> None:
+    chunks = _chunks(lens, device)
+    for b, length in enumerate(lens):
+        first, count = next(chunk[5:] for chunk in chunks if chunk[0] == b)
+        own = chunks[first : first + count]
+        assert all(chunk[:3] == (b, b + 3, length) for chunk in own)
+        assert all(chunk[5:] == (first, count) for chunk in own)
+        assert [own[0][3], own[-1][4]] == [0, length]
+        assert [chunk[4] for chunk in own[:-1]] == [chunk[3] for chunk in own[1:]]
+    assert len(chunks) == sum(next(c[6] for c in chunks if c[0] == b) for b in range(len(lens)))
+
+
+@pytest.mark.parametrize("lens", LENGTHS.values(), ids=LENGTHS.keys())
+def test_the_longest_chunks_come_first(lens: list[int], device: torch.device) -> None:
+    # By tiles, and by a row's first chunk: its last one may be shorter.
+    tiles = [-(-chunk[4] // 64) for chunk in _chunks(lens, device) if chunk[3] == 0]
+    assert tiles == sorted(tiles, reverse=True)
+
+
+def test_chunks_are_of_whole_waves(device: torch.device) -> None:
+    wave = programs_at_once(device) // QWEN.num_kv_heads
+    assert len(_chunks([500] * 24, device)) <= wave
+    assert 1.5 * wave < len(_chunks([1430] * 48, device)) <= 2 * wave
+
+
+def test_a_long_row_among_many_is_cut(device: torch.device) -> None:
+    lens = LENGTHS["a few long rows among many"]
+    longest = max(chunk[4] - chunk[3] for chunk in _chunks(lens, device))
+    # Four times what each program would read if all read the same, and a tile.
+    assert longest <= 4 * sum(lens) / (2 * programs_at_once(device) // QWEN.num_kv_heads) + 64

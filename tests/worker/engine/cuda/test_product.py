@@ -9,8 +9,17 @@ from worker.engine.cuda.kernels import row_squares
 from worker.engine.cuda.product import RowSquares, product, product_add
 
 EPS = 1e-6
-# Few and many rows, k and n that no tile divides, and those of a real model.
-SIZES = [(3, 96, 40), (16, 576, 54), (20, 576, 54), (70, 128, 64), (256, 160, 96)]
+# Few and many rows, k and n that no tile divides, and those of a real model. Of the few rows,
+# k of one chunk, of three, and too long to be held.
+SIZES = [
+    (3, 96, 40),
+    (16, 576, 54),
+    (10, 2600, 48),
+    (5, 3200, 40),
+    (20, 576, 54),
+    (70, 128, 64),
+    (256, 160, 96),
+]
 
 
 def _check(ours: Tensor, exact: Tensor) -> None:
@@ -59,11 +68,12 @@ def test_a_product_of_normed_rows(
     _check(product(x, weight, None, squares=squares, gated=gated), exact)
 
 
-def test_a_product_repeats_itself(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("num_rows", [16, 24])
+def test_a_product_repeats_itself(num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(0)
-    x = _random(16, 576, dtype=dtype, device=device)
+    x = _random(num_rows, 576, dtype=dtype, device=device)
     weight = _random(96, 576, dtype=dtype, device=device)
-    residual = _random(16, 96, dtype=dtype, device=device)
+    residual = _random(num_rows, 96, dtype=dtype, device=device)
     again = residual.clone()
     assert torch.equal(product_add(x, weight, None, residual), product_add(x, weight, None, again))
     assert torch.equal(residual, again)
