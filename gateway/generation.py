@@ -18,6 +18,7 @@ from gateway.stop import StopMatcher
 from gateway.text_stream import TextStream
 from gateway.worker_link import WorkerLink
 from shared.errors import UnavailableError
+from shared.identity import client_identity
 from shared.types import SamplingParams
 
 # What the field holds: 49 days, longer than any request lives.
@@ -234,4 +235,5 @@ class _Job:
             time_limit_ms=time_limit_ms,
             timeout_ms=timeout_ms,
             traceparent=request.traceparent,
+            client=client_identity(),
         )

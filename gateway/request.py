@@ -107,3 +107,5 @@ class Submission:
     # 0: no deadline.
     timeout_ms: int
     traceparent: str
+    # Whose it is, for fair shares of a worker's queue; empty: nobody's in particular.
+    client: str = ""

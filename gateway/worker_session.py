@@ -293,6 +293,7 @@ def _submit(handle: int, submission: Submission) -> pb.Submit:
         time_limit_ms=submission.time_limit_ms,
         timeout_ms=submission.timeout_ms,
         traceparent=submission.traceparent,
+        client=submission.client,
     )
 
 

@@ -21,6 +21,8 @@ HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
 MAX_REQUEST_ID_BYTES = 128
 MAX_COMPLETIONS = 8
+# As much of a client's name as tells clients apart.
+MAX_CLIENT_CHARS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100.0
@@ -51,6 +53,7 @@ def to_new_request(submit: pb.Submit, uid: int, engine: EngineInfo, now: float) 
         stop_token_ids=_to_stop_token_ids(submit.stop_token_ids, engine.vocab_size),
         ignore_eos=submit.ignore_eos,
         priority=submit.priority,
+        client=submit.client[:MAX_CLIENT_CHARS],
         cache_salt=submit.cache_salt,
         deadline=now + submit.timeout_ms / 1000 if submit.timeout_ms else None,
         time_limit=now + submit.time_limit_ms / 1000 if submit.time_limit_ms else None,

@@ -28,6 +28,8 @@ class NewRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     priority: int = 0
+    # Whose it is; the waiting queue is shared out among the clients of a priority.
+    client: str = ""
     cache_salt: str = ""
     # Absolute; None: never. The deadline fails the request, the time limit finishes it.
     deadline: float | None = None

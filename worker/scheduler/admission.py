@@ -1,13 +1,20 @@
 """Which requests are taken into the queue at all, and the page arithmetic of letting them run."""
 
+from collections import deque
 from collections.abc import Collection
 
 import numpy as np
 
-from shared.errors import InvalidArgumentError, UnimplementedError
+from shared.errors import InvalidArgumentError, QueueFullError, UnimplementedError
 from worker.messages import NewRequest
 from worker.scheduler.rows import Phase, RowTable
 from worker.step import EngineInfo, Int32Array, Int64Array
+
+# Admissions that tell the pace, and how few are not enough.
+_PACE_WINDOW = 32
+_LEAST_ADMISSIONS = 8
+_DEADLINE_MARGIN = 2.0
+_MOST_RETRY_S = 60.0
 
 
 def check_request(new: NewRequest, info: EngineInfo, eos_token_ids: Collection[int]) -> None:
@@ -54,6 +61,53 @@ def _check_something_is_left(new: NewRequest, eos_token_ids: Collection[int]) ->
             "sampling.allowed_token_ids",
             "all of them would end the completion, which min_tokens forbids",
         )
+
+
+class QueuePace:
+    """How fast the waiting queue moves, by its last admissions.
+
+    Knows nothing until several requests in a row had others behind them: an empty queue says
+    nothing of how long a full one takes.
+    """
+
+    def __init__(self) -> None:
+        self._admitted_at: deque[float] = deque(maxlen=_PACE_WINDOW)
+
+    def note(self, now: float, *, num_waiting: int) -> None:
+        """A request was admitted, and so many still wait."""
+        if num_waiting:
+            self._admitted_at.append(now)
+        else:
+            self._admitted_at.clear()
+
+    def wait_s(self, num_ahead: int, now: float) -> float | None:
+        """Until a request with so many ahead of it is admitted; None: not known.
+
+        Counted up to now, so that a queue that has come to a standstill is seen to be slow.
+        """
+        if len(self._admitted_at) < _LEAST_ADMISSIONS:
+            return None
+        return num_ahead * (now - self._admitted_at[0]) / len(self._admitted_at)
+
+
+def check_deadline(new: NewRequest, now: float, num_ahead: int, pace: QueuePace) -> None:
+    """Raises QueueFullError for a request that cannot begin in time, as far as is known.
+
+    Refused early, it can still be served elsewhere, and it takes no place from others. Only
+    when twice as fast a queue would be too slow, too: refusing wrongly is worse than waiting
+    in vain.
+    """
+    if new.deadline is None or num_ahead <= 0:
+        return
+    wait_s = pace.wait_s(num_ahead, now)
+    left_s = new.deadline - now
+    if wait_s is None or wait_s <= _DEADLINE_MARGIN * left_s:
+        return
+    raise QueueFullError(
+        f"cannot begin within the deadline, {left_s:.3g} s from now: {num_ahead} requests are "
+        f"ahead, which will take about {wait_s:.3g} s",
+        retry_after_ms=max(1, round(1e3 * min(wait_s, _MOST_RETRY_S))),
+    )
 
 
 def growth_reserve(rows: RowTable, headroom_tokens: int, page_size: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from shared.errors import ServingError
 from shared.types import FinishReason
 from worker.messages import Finished, NewRequest, Started
+from worker.scheduler.admission import QueuePace
 from worker.scheduler.kv_cache import KVCacheManager
 from worker.scheduler.output import OutputBuffer
 from worker.scheduler.radix_tree import PrefixMatch
@@ -30,6 +31,7 @@ class Lifecycle:
         self.rows = RowTable(info, eos_token_ids)
         self.kv = KVCacheManager(info, prefix_caching=prefix_caching)
         self.waiting = WaitingQueue()
+        self.pace = QueuePace()
         self.expiries = Expiries()
         self.output = OutputBuffer()
         # All but the ended ones, by uid.
@@ -45,12 +47,12 @@ class Lifecycle:
     def num_running(self) -> int:
         return len(self.live) - len(self.waiting)
 
-    def enqueue(self, new: NewRequest, now: float, *, held: bool) -> Request:
+    def enqueue(self, new: NewRequest, now: float, *, position: int, held: bool) -> Request:
         request = Request(
             new=new,
             arrival=self._num_arrivals,
             arrived_at=new.arrived_at or now,
-            queue_position=self.waiting.position(new.priority),
+            queue_position=position,
             # Of the row tokens' type, by whose bytes the radix tree knows them.
             token_ids=np.ascontiguousarray(new.prompt_token_ids, np.int32),
         )
@@ -63,6 +65,7 @@ class Lifecycle:
     def admit(self, match: PrefixMatch, page_size: int, now: float) -> Request:
         """Gives the queue's first request a row, pages for all its tokens, and its prefill."""
         request = self.waiting.pop()
+        self.pace.note(now, num_waiting=len(self.waiting))
         row = self.kv.admit(match, len(request.token_ids))
         cached_len = len(match.pages) * page_size
         self.rows.open(row, request, cached_len)

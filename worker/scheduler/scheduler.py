@@ -19,7 +19,7 @@ from shared.errors import (
 from shared.types import FinishReason
 from worker.messages import Load, NewRequest, StepOutput
 from worker.scheduler import integrity
-from worker.scheduler.admission import check_request
+from worker.scheduler.admission import check_deadline, check_request
 from worker.scheduler.config import SchedulerConfig
 from worker.scheduler.lifecycle import Lifecycle
 from worker.scheduler.logprobs import of_prompts, of_sampled, without_numbers
@@ -107,7 +107,11 @@ class Scheduler:
                 f"the limit is {self._config.max_waiting}",
                 retry_after_ms=self._config.retry_after_ms,
             )
-        return self._lifecycle.enqueue(new, now, held=held).queue_position
+        position = self._lifecycle.waiting.position(new.priority, new.client)
+        num_ahead = position - max(0, self._planner.num_free_places)
+        check_deadline(new, now, num_ahead, self._lifecycle.pace)
+        self._lifecycle.enqueue(new, now, position=position, held=held)
+        return position
 
     def release(self, uid: int) -> None:
         """Lets a held request be planned; one that has ended meanwhile is passed over."""
