@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
-.PHONY: help install demo up test check lint format types protos clean \
+.PHONY: help install demo up test check load soak lint format types protos clean \
 	bench-parity bench-scheduler bench-cpu bench-stream
 
 help: ## List the targets
@@ -76,6 +76,12 @@ bench-cpu: $(INSTALLED) ## The whole pair against transformers on this machine
 
 bench-stream: $(INSTALLED) ## CPU time of a gateway for each token it streams
 	$(BIN)/python -m tests.bench.stream
+
+load: $(INSTALLED) ## Start the pair, load it with ghz, write build/load/report.md (ARGS=--echo, --quick)
+	@$(BIN)/python -m tests.load $(ARGS)
+
+soak: $(INSTALLED) ## Ten minutes of faults under load (ARGS="--minutes 2 --seed 1")
+	@$(BIN)/python -m tests.faults.soak $(ARGS)
 
 clean: ## Remove .venv and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

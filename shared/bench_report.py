@@ -25,14 +25,19 @@ _REPOSITORY = Path(__file__).resolve().parents[1]
 def header(title: str) -> None:
     """Prints the title, then the hardware, versions, commit and command of this run."""
     print(f"# {title}")
-    for name, value in (
-        ("hardware", _hardware()),
-        ("software", _software()),
-        ("commit", _commit()),
-        ("command", _command()),
-    ):
+    for name, value in describe().items():
         print(f"# {name:<9} {value}")
     print(flush=True)
+
+
+def describe() -> Mapping[str, str]:
+    """The hardware, versions, commit and command of this run."""
+    return {
+        "hardware": _hardware(),
+        "software": _software(),
+        "commit": _commit(),
+        "command": _command(),
+    }
 
 
 def result(figures: Mapping[str, object]) -> None:
