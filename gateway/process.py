@@ -10,12 +10,12 @@ import sys
 from functools import partial
 
 import structlog
-import uvloop
 
 from gateway.config import EXIT_CANNOT_LISTEN, GatewayConfig, load_config
 from gateway.server import Turn, serve
 from gateway.supervisor import ABLE
 from shared.errors import SettingsError
+from shared.event_loop import new_event_loop
 from shared.logs import LogFormat, configure_logging
 from shared.merged_metrics import FOLDER_VARIABLE, count_in_files
 from shared.parent import die_with_parent
@@ -27,7 +27,7 @@ def run(config: GatewayConfig, turn: Turn | None = None) -> int:
     tracer = None
     try:
         tracer = open_tracer("tandem-gateway", os.environ)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(serve(config, turn=turn, tracer=tracer))
     except (OSError, SettingsError) as error:
         print(f"tandem gateway: {error}", file=sys.stderr)

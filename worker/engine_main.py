@@ -21,12 +21,15 @@ from worker.config import EXIT_BAD_CONFIGURATION, WorkerConfig
 from worker.engine.factory import OpenedEngine, open_engine
 from worker.engine_loop import EngineLoop
 from worker.messages import Event, Fatal, Progress, Ready
+from worker.pipe import EnginePipe
 from worker.scheduler.config import Policy, SchedulerConfig
 from worker.scheduler.scheduler import Scheduler
 from worker.structured.outputs import StructuredOutputs
 from worker.wakeable_channel import WakeableChannel
 
 _EXIT_LOST = 1
+# For what the front has not taken yet.
+_LAST_WORDS_S = 2.0
 
 _log = structlog.get_logger(__name__)
 
@@ -45,16 +48,25 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
     configure_logging("engine", LogFormat(config.log_format or "auto"), level=config.log_level)
     channel = _Channel(connection)
     try:
+        code = _serve(config, connection, channel)
+    finally:
+        channel.close()
+    sys.exit(code)
+
+
+def _serve(config: WorkerConfig, connection: Connection, channel: "_Channel") -> int:
+    """Until the end. Returns the exit code."""
+    try:
         opened, scheduler = _open(config, lambda message: channel.emit(Progress(message)))
     except (BrokenPipeError, ConnectionResetError):
-        sys.exit(0)
+        return 0
     except (ServingError, ValueError) as error:
         channel.last_words(str(error))
-        sys.exit(EXIT_BAD_CONFIGURATION)
+        return EXIT_BAD_CONFIGURATION
     except Exception as error:
         _log.exception("the model could not be opened")
         channel.last_words(f"the model could not be opened: {type(error).__name__}: {error}")
-        sys.exit(_EXIT_LOST)
+        return _EXIT_LOST
     try:
         channel.emit(Ready(opened.model, opened.engine.info, opened.tokenizer))
         # What loading made lives for ever: with torch and transformers imported, looking at
@@ -64,7 +76,7 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
         _run_loop(config, opened, scheduler, connection, channel.emit)
     finally:
         opened.engine.close()
-    sys.exit(_EXIT_LOST if channel.is_fatal else 0)
+    return _EXIT_LOST if channel.is_fatal else 0
 
 
 def _run_loop(
@@ -100,19 +112,22 @@ class _Channel:
     """Events to the front, with a note of whether one of them was the last."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._pipe = EnginePipe(connection)
         self.is_fatal = False
 
     def emit(self, event: Event) -> None:
         """Raises OSError when the front is gone."""
         self.is_fatal = self.is_fatal or isinstance(event, Fatal)
-        self._connection.send(event)
+        self._pipe.send(event)
 
     def last_words(self, message: str) -> None:
         try:
             self.emit(Fatal(message))
         except OSError:
             _log.error("nobody is left to hear it", message=message)
+
+    def close(self) -> None:
+        self._pipe.close(_LAST_WORDS_S)
 
 
 def scheduler_config(config: WorkerConfig, max_rows: int) -> SchedulerConfig:

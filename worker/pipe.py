@@ -1,18 +1,24 @@
-"""The front's end of the pipe to the engine process, on the event loop.
+"""Both ends of the pipe between the front and the engine process, of which no end ever waits.
 
-The engine's end is a plain `multiprocessing.connection.Connection`; this end speaks its
-framing (a 4-byte big-endian length, then the pickle) through the loop's own transport, so
-that neither direction ever blocks the loop or needs a thread.
+The framing is that of `multiprocessing.connection.Connection` (a 4-byte big-endian length,
+then the pickle), with which the engine reads its commands. The front speaks it through the
+loop's own transport, the engine's thread by writes that do not block.
 """
 
 import asyncio
 import os
 import pickle
+import select
 import socket
 import struct
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, cast
+
+from worker.messages import Event
+from worker.output_merging import merged
 
 _HEADER = struct.Struct("!i")
 # Where the length did not fit in 31 bits: -1, then 8 bytes of it. Only a damaged stream or
@@ -85,8 +91,7 @@ class FrontPipe(asyncio.Protocol):
         """Never blocks; dropped silently when the pipe is closed, which `on_closed` tells."""
         if self._transport is None or self._transport.is_closing():
             return
-        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._transport.write(_HEADER.pack(len(body)) + body)
+        self._transport.write(_frame(message))
 
     def close(self) -> None:
         """The engine sees the end of the pipe once everything sent has been taken."""
@@ -103,3 +108,84 @@ class FrontPipe(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._on_closed()
+
+
+class EnginePipe:
+    """Events to the front, sent by the engine's thread without ever waiting for the front.
+
+    What the front does not take at once waits here, and a thread of its own sends it, merged.
+    No event is lost. Nor are they without bound: the front, which would have to read, is also
+    who brings the requests, and each gives so many tokens and no more (12 bytes each, with
+    log-probabilities up to 180).
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        """The connection remains its owner's, to read from."""
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._lock = threading.Lock()
+        self._backlog: list[Event] = []
+        # Has the socket for itself while there is one.
+        self._sender: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def send(self, event: Event) -> None:
+        """Raises OSError when the front is gone."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._sender is not None:
+                self._backlog.append(event)
+                return
+            rest = self._send_some(memoryview(_frame(event)))
+            if rest:
+                self._sender = threading.Thread(
+                    target=self._send_backlog, args=(rest,), name="events", daemon=True
+                )
+                self._sender.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Gives what waits so much time to go; after it, the front sees the end of the pipe."""
+        sender = self._sender
+        if sender is not None:
+            sender.join(timeout_s)
+            if sender.is_alive():
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                sender.join()
+        self._socket.close()
+
+    def _send_some(self, data: memoryview) -> memoryview:
+        """What is left of it."""
+        while data:
+            try:
+                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                break
+        return data
+
+    def _send_backlog(self, rest: memoryview) -> None:
+        try:
+            while True:
+                self._send_all(rest)
+                with self._lock:
+                    if not self._backlog:
+                        self._sender = None
+                        return
+                    events, self._backlog = self._backlog, []
+                rest = memoryview(b"".join(map(_frame, merged(events))))
+        except OSError as error:
+            with self._lock:
+                self._error = error
+                self._backlog, self._sender = [], None
+
+    def _send_all(self, data: memoryview) -> None:
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        while data:
+            room.poll()
+            data = self._send_some(data)
+
+
+def _frame(message: object) -> bytes:
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(body)) + body

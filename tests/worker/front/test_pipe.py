@@ -1,9 +1,11 @@
-"""The loop's end of the pipe speaks the framing of multiprocessing's Connection."""
+"""Both ends of the pipe speak the framing of multiprocessing's Connection, and never wait."""
 
 import asyncio
 import multiprocessing
 import pickle
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
@@ -12,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.pipe import FrameDecoder, FrontPipe
+from worker.messages import Fatal, Load, StepOutput
+from worker.pipe import EnginePipe, FrameDecoder, FrontPipe
 
 Ends = tuple[Connection, Connection]
 
@@ -88,3 +91,103 @@ def test_frames_are_found_however_the_bytes_are_cut(messages: list[bytes], cuts:
 def test_a_frame_of_negative_length_is_an_error() -> None:
     with pytest.raises(ValueError, match="length -1"):
         FrameDecoder().feed(struct.pack("!i", -1) + b"1234")
+
+
+def one_token(number: int) -> StepOutput:
+    return StepOutput(
+        uids=np.array([number % 7]),
+        token_ids=np.array([number], np.int32),
+        load=Load(steps=number),
+        committed_at=1.0,
+    )
+
+
+def read_tokens(end: Connection, count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        assert end.poll(10)
+        tokens += end.recv().token_ids.tolist()
+    return tokens
+
+
+def test_the_engine_never_waits_for_a_front_that_does_not_read(ends: Ends) -> None:
+    front, engine = ends
+    pipe = EnginePipe(engine)
+
+    # Far more than the pipe holds: some hundred kilobytes.
+    def send() -> None:
+        for number in range(20_000):
+            pipe.send(one_token(number))
+
+    sent = threading.Thread(target=send, daemon=True)
+    sent.start()
+    sent.join(20)
+    assert not sent.is_alive()
+    assert read_tokens(front, 20_000) == list(range(20_000))
+    # With the backlog gone, the next goes its straight way, once the sender has left.
+    pipe.send(one_token(1))
+    assert read_tokens(front, 1) == [1]
+    pipe.close(1)
+    front.close()
+
+
+def test_what_waits_for_a_front_that_reads_again_is_merged(ends: Ends) -> None:
+    front, engine = ends
+    pipe = EnginePipe(engine)
+    for number in range(20_000):
+        pipe.send(one_token(number))
+    num_messages, num_tokens = 0, 0
+    while num_tokens < 20_000:
+        num_messages += 1
+        num_tokens += len(front.recv().token_ids)
+    assert num_messages < 5000
+    pipe.close(1)
+    front.close()
+
+
+def test_a_message_larger_than_the_pipe_is_sent_whole_and_in_its_turn(ends: Ends) -> None:
+    front, engine = ends
+    pipe = EnginePipe(engine)
+    pipe.send(Fatal("x" * 3_000_000))
+    pipe.send(Fatal("after"))
+    assert len(front.recv().message) == 3_000_000
+    assert front.recv() == Fatal("after")
+    pipe.close(1)
+    front.close()
+
+
+def test_last_words_are_waited_for(ends: Ends) -> None:
+    front, engine = ends
+    pipe = EnginePipe(engine)
+    pipe.send(Fatal("x" * 3_000_000))
+    received: list[object] = []
+    reader = threading.Thread(target=lambda: received.append(front.recv()))
+    closer = threading.Thread(target=pipe.close, args=(10,))
+    closer.start()
+    reader.start()
+    closer.join(10)
+    reader.join(10)
+    assert not closer.is_alive()
+    assert received == [Fatal("x" * 3_000_000)]
+    front.close()
+
+
+def test_a_front_that_never_reads_delays_the_end_by_the_limit_alone(ends: Ends) -> None:
+    front, engine = ends
+    pipe = EnginePipe(engine)
+    pipe.send(Fatal("x" * 3_000_000))
+    began = time.monotonic()
+    pipe.close(0.05)
+    assert 0.05 <= time.monotonic() - began < 5
+    front.close()
+
+
+def test_a_front_that_is_gone_is_an_error_even_with_a_backlog(ends: Ends) -> None:
+    front, engine = ends
+    pipe = EnginePipe(engine)
+    pipe.send(Fatal("x" * 3_000_000))
+    front.close()
+    with pytest.raises(OSError):
+        for _ in range(1_000_000):
+            pipe.send(Fatal("nobody listens"))
+    pipe.close(1)
