@@ -4,7 +4,6 @@ Owns every live request of the front. Runs on the event loop alone and never blo
 knows nothing of gRPC contexts or processes.
 """
 
-import asyncio
 import itertools
 import time
 import uuid
@@ -34,30 +33,37 @@ from worker.convert import (
     to_new_request,
     uid_of,
 )
+from worker.engine_calls import EngineCalls
 from worker.link import Link, LinkLimits, RequestKey
 from worker.messages import (
     Abort,
+    CachedPrefixes,
     CacheFlushed,
     Command,
     Event,
     Failed,
     Finished,
-    FlushCache,
     Heartbeat,
     Load,
+    NewRequest,
     Ready,
     StepOutput,
     Submit,
     TokenLogprobs,
-    Trace,
     Traced,
 )
 from worker.request_spans import RequestSpans
+from worker.waiting_shares import WaitingShares
 
 RETRY_AFTER_MS = 1000
 LOAD_INTERVAL_S = 0.25
 
 _log = structlog.get_logger(__name__)
+
+_DISPLACED = QueueFullError(
+    "the queue is full, and others, who have less in it, need room",
+    retry_after_ms=RETRY_AFTER_MS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +93,9 @@ class Dispatcher:
         self._link_ids = itertools.count(1)
         # (public id, index of the completion) of each live request -> uid.
         self._uids: dict[RequestKey, int] = {}
-        self._calls: dict[int, asyncio.Future[CacheFlushed | Traced]] = {}
-        self._call_ids = itertools.count(1)
+        self._shares = WaitingShares()
+        self._calls = EngineCalls(send)
+        self._prefixes = pb.CachedPrefixes()
         self._load = Load()
         self._load_sent_at = 0.0
         self._ready: Ready | None = None
@@ -130,6 +137,7 @@ class Dispatcher:
         self._metrics.links.inc()
         _log.debug("gateway connected", link=link.link_id)
         link.report_load(self.load_response())
+        link.report_prefixes(self._prefixes)
         return link
 
     def close_link(self, link: Link) -> None:
@@ -170,15 +178,13 @@ class Dispatcher:
 
     async def flush_cache(self) -> int:
         """Pages freed. Raises UnavailableError."""
-        answer = await self._call(FlushCache)
-        assert isinstance(answer, CacheFlushed)
-        return answer.pages_freed
+        self.ready()
+        return await self._calls.flush_cache()
 
     async def trace(self, num_steps: int) -> bytes:
         """A gzipped Chrome trace of the next steps. Raises UnavailableError."""
-        answer = await self._call(lambda call_id: Trace(call_id, num_steps))
-        assert isinstance(answer, Traced)
-        return answer.trace_json_gz
+        self.ready()
+        return await self._calls.trace(num_steps)
 
     def on_event(self, event: Event) -> None:
         if self._silent_s:
@@ -196,10 +202,11 @@ class Dispatcher:
                 self._load = Load(pages_total=num_pages, pages_free=num_pages)
                 self.state.notify()
                 self._report_load()
+            case CachedPrefixes(fingerprints):
+                self._prefixes = pb.CachedPrefixes(hashes=fingerprints)
+                self._report_prefixes()
             case CacheFlushed() | Traced():
-                future = self._calls.pop(event.call_id, None)
-                if future is not None and not future.done():
-                    future.set_result(event)
+                self._calls.answer(event)
 
     def on_engine_stale(self, silent_s: float) -> None:
         if not self._silent_s:
@@ -221,10 +228,10 @@ class Dispatcher:
             ),
         )
         self.fail_live(EngineError("the engine process died, and this request with it"))
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(UnavailableError("the engine process died"))
-        self._calls.clear()
+        self._calls.fail_all(UnavailableError("the engine process died"))
+        # The next one begins with an empty cache.
+        self._prefixes = pb.CachedPrefixes()
+        self._report_prefixes()
         self.state.notify()
         self._report_load()
 
@@ -276,7 +283,7 @@ class Dispatcher:
             raise AlreadyExistsError(f"request_id: {submit.request_id} is live already")
         # Counted here, so that the answer is at once even while a long step runs.
         limit = self._limits.max_running + self._limits.max_waiting
-        if self.num_live >= limit:
+        if self.num_live >= limit and not self._make_room(request):
             raise QueueFullError(
                 f"{self.num_live} requests are live; at most {self._limits.max_running} run "
                 f"and {self._limits.max_waiting} wait",
@@ -285,8 +292,20 @@ class Dispatcher:
         self._uids[key] = uid
         link.live[submit.handle] = key
         link.waiting.add(submit.handle)
+        self._shares.add(uid, request.client, request.priority)
         self._spans.open(uid, submit)
         self._send(Submit(request))
+
+    def _make_room(self, request: NewRequest) -> bool:
+        """Ends a waiting request of a client that has more than its share, if one does."""
+        uid = self._shares.displaced_by(request.client, request.priority)
+        if uid is None:
+            return False
+        self._metrics.rejections.labels(_DISPLACED.code.name).inc()
+        self._fail([uid], _DISPLACED)
+        # Before the newcomer, so that the scheduler has room for it, too.
+        self._send(Abort((uid,), report=False))
+        return True
 
     def _refusal(self) -> ServingError | None:
         """Why no new request is taken now."""
@@ -309,6 +328,7 @@ class Dispatcher:
 
     def _abort_silently(self, link: Link, handles: list[int]) -> None:
         for handle in handles:
+            self._shares.remove(uid_of(link.link_id, handle))
             key = link.forget(handle)
             if key is not None:
                 self._forget(key, "ABANDONED")
@@ -320,6 +340,7 @@ class Dispatcher:
     def _on_output(self, output: StepOutput) -> None:
         committed_at = output.committed_at
         for started in output.started:
+            self._shares.remove(started.uid)
             link = self._links.get(started.uid >> HANDLE_BITS)
             if link is not None:
                 link.push_started(started, committed_at)
@@ -354,6 +375,7 @@ class Dispatcher:
 
     def _end(self, ended: Finished | Failed, committed_at: float) -> None:
         """Passes a terminal entry on; one for a request that has ended already is dropped."""
+        self._shares.remove(ended.uid)
         link = self._links.get(ended.uid >> HANDLE_BITS)
         key = link.push_ended(ended, committed_at) if link is not None else None
         if key is None:
@@ -384,18 +406,11 @@ class Dispatcher:
         if time.monotonic() - self._load_sent_at >= LOAD_INTERVAL_S:
             self._report_load()
 
+    def _report_prefixes(self) -> None:
+        for link in self._links.values():
+            link.report_prefixes(self._prefixes)
+
     def _report_load(self) -> None:
         self._load_sent_at = time.monotonic()
         for link in self._links.values():
             link.report_load(self.load_response())
-
-    async def _call(self, command: Callable[[int], FlushCache | Trace]) -> CacheFlushed | Traced:
-        self.ready()
-        call_id = next(self._call_ids)
-        future: asyncio.Future[CacheFlushed | Traced] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        try:
-            self._send(command(call_id))
-            return await future
-        finally:
-            self._calls.pop(call_id, None)

@@ -21,6 +21,7 @@ from shared.errors import (
 from shared.types import StructuredOutput
 from worker.messages import (
     Abort,
+    CachedPrefixes,
     CacheFlushed,
     Command,
     Event,
@@ -43,6 +44,8 @@ _HEARTBEAT_S = 0.5
 # A flood of commands must not hold up the steps; the rest is read a step later.
 _MOST_COMMANDS_A_TURN = 1024
 _TRACE_TIMEOUT_S = 30.0
+# Between two tellings of what is cached.
+_PREFIXES_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +114,7 @@ class EngineLoop:
         self._in_flight: _Launched | None = None
         self._traces: list[StepTrace] = []
         self._emitted_at = time.monotonic()
+        self._prefixes_told_at = self._emitted_at
         self._was_idle = True
         # The last turn found nothing to do: there may be requests, but they wait.
         self._is_resting = True
@@ -141,6 +145,8 @@ class EngineLoop:
         if plan is not None:
             self._trace_host("plan", now, planned_at, plan)
             self._trace_host("launch", planned_at, launched_at, plan)
+        # Here, because the device has something to do meanwhile.
+        self._tell_prefixes(launched_at)
         if self._overlap:
             launched, self._in_flight = self._in_flight, launched
         else:
@@ -315,6 +321,14 @@ class EngineLoop:
         elif now - self._emitted_at >= _HEARTBEAT_S:
             self._emit(Heartbeat(self._scheduler.load()))
         self._answer_traces(now)
+
+    def _tell_prefixes(self, now: float) -> None:
+        if now - self._prefixes_told_at < _PREFIXES_S:
+            return
+        self._prefixes_told_at = now
+        fingerprints = self._scheduler.cached_prefixes()
+        if fingerprints is not None:
+            self._emit(CachedPrefixes(fingerprints))
 
     def _answer_traces(self, now: float) -> None:
         for trace in list(self._traces):

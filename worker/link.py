@@ -62,6 +62,7 @@ class Link:
         self._is_half_closed = False
         self._answers: list[pb.RunResponse] = []
         self._load: pb.GetLoadResponse | None = None
+        self._prefixes: pb.CachedPrefixes | None = None
         # Messages that are complete because they have log-probabilities enough.
         self._full: list[pb.RunResponse] = []
         # In those and in what is still collected.
@@ -78,6 +79,11 @@ class Link:
     def report_load(self, response: pb.GetLoadResponse) -> None:
         """Sends the load; one that was not sent yet is superseded."""
         self._load = response
+        self._wake.set()
+
+    def report_prefixes(self, prefixes: pb.CachedPrefixes) -> None:
+        """Sends what is cached; what was not sent yet is superseded."""
+        self._prefixes = prefixes
         self._wake.set()
 
     def push_tokens(self, uids: Int64Array, token_ids: Int32Array, committed_at: float) -> None:
@@ -169,6 +175,9 @@ class Link:
             if self._load is not None:
                 load, self._load = self._load, None
                 await write(pb.RunResponse(load=load))
+            if self._prefixes is not None:
+                prefixes, self._prefixes = self._prefixes, None
+                await write(pb.RunResponse(prefixes=prefixes))
             # Until none is left: the output below may hold tokens of a request that was
             # accepted while an answer was being written.
             while self._answers:

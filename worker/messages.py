@@ -233,6 +233,14 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedPrefixes:
+    """What the prefix cache holds now, as far as it is told; replaces what was told before."""
+
+    # Four bytes for each prefix; see shared.prefix_hashes.
+    fingerprints: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CacheFlushed:
     """Answers FlushCache."""
 
@@ -256,4 +264,4 @@ class Fatal:
     message: str
 
 
-Event = Progress | Ready | StepOutput | Heartbeat | CacheFlushed | Traced | Fatal
+Event = Progress | Ready | StepOutput | Heartbeat | CachedPrefixes | CacheFlushed | Traced | Fatal

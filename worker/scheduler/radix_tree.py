@@ -6,11 +6,16 @@ root. Cost follows the path and the pages touched, never the size of the tree.
 """
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from shared.prefix_hashes import HASH_BYTES
 from worker.step import Int32Array
+
+# Enough for a summary of what was used last, and nothing to look through.
+_MAX_RECENT = 512
 
 
 class Node:
@@ -18,6 +23,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "hashes",
         "is_queued",
         "key",
         "last_used",
@@ -40,6 +46,8 @@ class Node:
         self.last_used = 0
         # Whether the eviction heap has an entry of it; it has one at most.
         self.is_queued = False
+        # Of its pages, made by whoever tells of them; empty: not made yet.
+        self.hashes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,17 @@ class RadixTree:
         # (last_used, tie-break, node); an entry may be out of date, see `evict`.
         self._heap: list[tuple[int, int, Node]] = []
         self._ticks = 0
+        # Where paths ended that were locked, the last one last. Some may be gone meanwhile.
+        self._recent: dict[Node, None] = {}
+
+    @property
+    def ticks(self) -> int:
+        """Another number whenever something has been used, added or dropped."""
+        return self._ticks
+
+    def recently_used(self) -> Iterator[Node]:
+        """Nodes of the tree at which paths ended, the last used first; a bounded number."""
+        return (node for node in reversed(self._recent) if node.parent is not None)
 
     def match(self, token_ids: Int32Array, salt: str = "") -> PrefixMatch:
         """The longest prefix of whole pages. Changes nothing."""
@@ -154,6 +173,7 @@ class RadixTree:
 
     def clear(self) -> Int32Array:
         """Gives up everything that is not locked."""
+        self._ticks += 1
         dropped = [self.root.pages]
         nodes = [self.root]
         while nodes:
@@ -212,6 +232,9 @@ class RadixTree:
         cut = num_pages * self._page_size
         head = Node(node.parent, node.key, node.token_ids[:cut].copy(), node.pages[:num_pages])
         head.lock_count, head.last_used = node.lock_count, node.last_used
+        if node.hashes:
+            bytes_before = num_pages * HASH_BYTES
+            head.hashes, node.hashes = node.hashes[:bytes_before], node.hashes[bytes_before:]
         node.parent.children[head.key] = head
         node.token_ids, node.pages = node.token_ids[cut:].copy(), node.pages[num_pages:]
         node.parent, node.key = head, node.token_ids[: self._page_size].tobytes()
@@ -221,6 +244,7 @@ class RadixTree:
 
     def _lock_path(self, node: Node, top: Node) -> None:
         self._ticks += 1
+        self._note_use(node)
         while node is not top:
             if not node.lock_count:
                 self.num_evictable -= len(node.pages)
@@ -229,19 +253,30 @@ class RadixTree:
             assert node.parent is not None
             node = node.parent
 
+    def _note_use(self, node: Node) -> None:
+        recent = self._recent
+        recent.pop(node, None)
+        if node is not self.root:
+            recent[node] = None
+            if len(recent) > _MAX_RECENT:
+                del recent[next(iter(recent))]
+
     def _shrink(self, leaf: Node, keep: int) -> None:
+        self._ticks += 1
         dropped = len(leaf.pages) - keep
         self.num_pages -= dropped
         self.num_evictable -= dropped
         if keep:
             leaf.token_ids = leaf.token_ids[: keep * self._page_size].copy()
             leaf.pages = leaf.pages[:keep].copy()
+            leaf.hashes = leaf.hashes[: keep * HASH_BYTES]
             self._queue_if_evictable(leaf)
             return
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
         leaf.parent = None
+        self._recent.pop(leaf, None)
         self.num_nodes -= 1
         self._queue_if_evictable(parent)
 

@@ -20,6 +20,7 @@ from shared.types import FinishReason
 from worker.messages import Load, NewRequest, StepOutput
 from worker.scheduler import integrity
 from worker.scheduler.admission import check_deadline, check_request
+from worker.scheduler.cache_summary import CacheSummary
 from worker.scheduler.config import SchedulerConfig
 from worker.scheduler.lifecycle import Lifecycle
 from worker.scheduler.logprobs import of_prompts, of_sampled, without_numbers
@@ -59,6 +60,7 @@ class Scheduler:
         self._lifecycle = Lifecycle(info, eos_ids, prefix_caching=config.prefix_caching)
         self._rows = self._lifecycle.rows
         self._planner = Planner(config, info, self._lifecycle)
+        self._summary = CacheSummary(self._lifecycle.kv.tree, info.page_size, info.max_context)
         self._in_flight: deque[int] = deque()
         self._is_eos = np.zeros(info.vocab_size, np.bool_)
         self._is_eos[eos_ids] = True
@@ -222,6 +224,10 @@ class Scheduler:
     def flush_cache(self) -> int:
         """Drops every cached page that no request holds; returns how many."""
         return self._lifecycle.kv.flush()
+
+    def cached_prefixes(self) -> bytes | None:
+        """What is told of the cache, if it has changed; not for every step."""
+        return self._summary.take()
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a page or a row is not in exactly one place."""

@@ -61,6 +61,7 @@ class GatewayLink:
         self.call = stub.Run()
         self.heard: dict[int, Outcome] = {}
         self.loads: list[pb.GetLoadResponse] = []
+        self.prefixes: list[bytes] = []
         self.pongs: list[int] = []
         self.num_outputs = 0
 
@@ -119,6 +120,8 @@ class GatewayLink:
                 self._hear_output(response.output)
             case "load":
                 self.loads.append(response.load)
+            case "prefixes":
+                self.prefixes.append(response.prefixes.hashes)
             case "pong":
                 self.pongs.append(response.pong.nonce)
 

@@ -12,8 +12,8 @@ from worker.messages import NewRequest
 from worker.scheduler.config import SchedulerConfig
 
 
-def one_at_a_time(**config: int) -> Driver:
-    return Driver(config=SchedulerConfig(max_running=1, **config), eos=(), overlap=False)
+def one_at_a_time() -> Driver:
+    return Driver(config=SchedulerConfig(max_running=1), eos=(), overlap=False)
 
 
 def starts(driver: Driver) -> dict[int, float]:
