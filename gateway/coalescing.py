@@ -13,26 +13,41 @@ from collections.abc import Iterable
 # (lag in seconds below which it holds, tokens that wait for each other)
 _LEVELS = ((0.003, 1), (0.008, 2), (0.030, 4))
 _MOST_TOKENS = 8
+_CALM_STEPS = 8
 # Pings that count; what was told before them may be out of date.
 _MAX_PINGS = 15
 
 
 class Coalescing:
-    """How many tokens of a stream wait for each other, by the lag of the last step."""
+    """How many tokens of a stream wait for each other, by how late steps come.
+
+    More at the first late step; fewer, by half, only after several that came early enough: a
+    gateway that sends all that waits after one good step is late again with the next.
+    """
 
     def __init__(self, *, is_enabled: bool) -> None:
         self._is_enabled = is_enabled
+        self._num_calm_steps = 0
         self.num_tokens = 1
 
     def observe(self, lag_s: float) -> None:
         """Takes note of how late the step was that has come."""
         if not self._is_enabled:
             return
-        for limit_s, num_tokens in _LEVELS:
-            if lag_s < limit_s:
-                self.num_tokens = num_tokens
-                return
-        self.num_tokens = _MOST_TOKENS
+        wanted = _tokens_for(lag_s)
+        if wanted >= self.num_tokens:
+            self.num_tokens, self._num_calm_steps = wanted, 0
+            return
+        self._num_calm_steps += 1
+        if self._num_calm_steps == _CALM_STEPS:
+            self.num_tokens, self._num_calm_steps = self.num_tokens // 2, 0
+
+
+def _tokens_for(lag_s: float) -> int:
+    for limit_s, num_tokens in _LEVELS:
+        if lag_s < limit_s:
+            return num_tokens
+    return _MOST_TOKENS
 
 
 class RemoteClock:

@@ -46,7 +46,7 @@ class Received:
             queue_position=queue_position,
             queue_ms=1.5,
         )
-        self._send(pb.StepOutput(started=[started]))
+        self.send_output(pb.StepOutput(started=[started]))
         if self.submit.HasField("prompt_logprobs") and self.sends_logprobs:
             rest = self.submit.prompt_token_ids[1:]
             # In parts, as the chunks of a long prompt give them.
@@ -55,7 +55,7 @@ class Received:
 
     def send_prompt_logprobs(self, token_ids: Sequence[int]) -> None:
         logprobs = self._logprobs(token_ids, self.submit.prompt_logprobs, prompt=True)
-        self._send(pb.StepOutput(logprobs=[logprobs]))
+        self.send_output(pb.StepOutput(logprobs=[logprobs]))
 
     def send_tokens(self, token_ids: Sequence[int], *, also_ended_by: int | None = None) -> None:
         """All in one step output; `also_ended_by` has only its logprobs there."""
@@ -66,7 +66,7 @@ class Received:
             output.logprobs.append(
                 self._logprobs([*token_ids, *ended_by], self.submit.logprobs, prompt=False)
             )
-        self._send(output)
+        self.send_output(output)
 
     def finish(
         self, reason: "pb.FinishReason" = pb.FINISH_REASON_LENGTH, matched: int | None = None
@@ -83,13 +83,13 @@ class Received:
             prefill_ms=2.5,
             decode_ms=3.5,
         )
-        self._send(pb.StepOutput(finished=[finished]))
+        self.send_output(pb.StepOutput(finished=[finished]))
 
     def fail(self, code: Code, message: str, *, field: str = "", retry_after_ms: int = 0) -> None:
         self.has_ended = True
         failure = pb.Failure(code=code, message=message, field=field, retry_after_ms=retry_after_ms)
         failed = pb.RequestFailed(handle=self.submit.handle, failure=failure)
-        self._send(pb.StepOutput(failed=[failed]))
+        self.send_output(pb.StepOutput(failed=[failed]))
 
     def reject(self, code: Code, message: str, *, retry_after_ms: int = 0) -> None:
         self.has_ended = True
@@ -129,7 +129,7 @@ class Received:
             top_logprobs=[-float(i if i != 2 else 1) for _ in token_ids for i in range(num_top)],
         )
 
-    def _send(self, output: pb.StepOutput) -> None:
+    def send_output(self, output: pb.StepOutput) -> None:
         self._outbox.put_nowait(pb.RunResponse(output=output))
 
 

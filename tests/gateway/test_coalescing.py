@@ -1,0 +1,224 @@
+"""Tokens wait for each other while steps come late, and only then."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from gateway.channel import RequestChannel
+from gateway.coalescing import Coalescing, RemoteClock
+from gateway.tokenizer import TextTokenizer
+from shared.pb.tandem.v1 import inference_pb2 as public_pb
+from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from tests.answers import collect
+from tests.gateway.client import text
+from tests.gateway.conftest import StartGateway
+from tests.gateway.fake_worker import FakeWorker, Received
+
+MakeWorker = Callable[..., FakeWorker]
+
+
+@pytest.mark.parametrize(
+    ("lag_s", "num_tokens"), [(0.0, 1), (0.0029, 1), (0.004, 2), (0.01, 4), (0.03, 8), (60.0, 8)]
+)
+def test_the_later_a_step_the_more_tokens_wait(lag_s: float, num_tokens: int) -> None:
+    coalescing = Coalescing(is_enabled=True)
+    coalescing.observe(lag_s)
+    assert coalescing.num_tokens == num_tokens
+
+
+def test_one_early_step_does_not_end_it_and_several_do_by_and_by() -> None:
+    coalescing = Coalescing(is_enabled=True)
+    coalescing.observe(1.0)
+    seen = []
+    for _ in range(40):
+        coalescing.observe(0.0)
+        seen.append(coalescing.num_tokens)
+    assert seen[0] == 8
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] == 1
+
+
+def test_a_late_step_among_early_ones_begins_the_count_anew() -> None:
+    coalescing = Coalescing(is_enabled=True)
+    for _ in range(20):
+        coalescing.observe(0.01)
+        for _ in range(4):
+            coalescing.observe(0.0)
+        assert coalescing.num_tokens == 4
+
+
+def test_nothing_waits_where_it_is_switched_off() -> None:
+    coalescing = Coalescing(is_enabled=False)
+    coalescing.observe(60.0)
+    assert coalescing.num_tokens == 1
+
+
+@pytest.mark.parametrize("ahead_s", [-30.0, -0.02, 0.02, 30.0])
+def test_a_clock_that_is_wrong_is_corrected_by_a_ping(ahead_s: float) -> None:
+    clock, now = RemoteClock(), time.time()
+    clock.observe(sent_at=now - 0.001, told=now + ahead_s, received_at=now + 0.001)
+    age_s = clock.age_s(time.time() + ahead_s - 0.5)
+    assert age_s == pytest.approx(0.5, abs=0.2)
+    assert abs(age_s - 0.5) <= 0.002 + (time.time() - now)
+
+
+def test_a_clock_that_may_be_right_is_taken_to_be() -> None:
+    clock, now = RemoteClock(), time.time()
+    # A slow answer, from a worker or to a gateway that is behind, says little.
+    clock.observe(sent_at=now - 0.4, told=now - 0.3, received_at=now)
+    assert clock.age_s(time.time() - 0.5) == pytest.approx(0.5, abs=0.2)
+    assert clock.age_s(time.time() + 10) == 0.0
+
+
+def test_a_clock_that_was_set_is_corrected_anew() -> None:
+    clock, now = RemoteClock(), time.time()
+    clock.observe(sent_at=now, told=now, received_at=now + 0.001)
+    clock.observe(sent_at=now, told=now + 100, received_at=now + 0.001)
+    assert clock.age_s(time.time() + 100 - 0.5) == pytest.approx(0.5, abs=0.2)
+
+
+@asynccontextmanager
+async def flowing(
+    worker: FakeWorker, start_gateway: StartGateway, **settings: object
+) -> AsyncIterator[tuple[object, Received]]:
+    """A stream whose first token its client has."""
+    async with start_gateway(worker, **settings) as gateway:
+        call = gateway.stream(text("x", request_id="one"))
+        request = await worker.request()
+        request.start()
+        request.send_tokens([100])
+        assert (await call.read()).HasField("started")
+        assert list((await call.read()).delta.token_ids) == [100]
+        yield call, request
+
+
+def late(request: Received, token_id: int, *, lag_s: float = 10.0) -> None:
+    """A token of a step that was committed so long ago."""
+    request.send_output(
+        pb.StepOutput(
+            handles=[request.submit.handle],
+            token_ids=[token_id],
+            committed_unix_us=int(1e6 * (time.time() - lag_s)),
+        )
+    )
+
+
+async def test_tokens_of_late_steps_come_eight_at_a_time(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        flowing(worker, start_gateway) as (call, request),
+    ):
+        for token_id in range(200, 216):
+            late(request, token_id)
+        request.finish()
+        answer = await collect_rest(call)
+    assert [list(delta.token_ids) for delta in answer if delta.token_ids] == [
+        list(range(200, 208)),
+        list(range(208, 216)),
+    ]
+
+
+async def test_switched_off_every_token_goes_as_it_comes(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        flowing(worker, start_gateway, coalesce=False) as (call, request),
+    ):
+        for token_id in range(200, 210):
+            late(request, token_id)
+            assert list((await read(call)).delta.token_ids) == [token_id]
+        request.finish()
+        await collect_rest(call)
+
+
+async def test_the_end_sends_what_waits_at_once(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        flowing(worker, start_gateway) as (call, request),
+    ):
+        late(request, 200)
+        late(request, 201)
+        request.finish()
+        answer = await collect_rest(call)
+    assert [list(delta.token_ids) for delta in answer] == [[200, 201]]
+
+
+async def test_a_first_token_does_not_wait(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x"))
+        request = await worker.request()
+        request.start()
+        late(request, 100)
+        assert (await call.read()).HasField("started")
+        assert list((await call.read()).delta.token_ids) == [100]
+        request.finish()
+        await collect_rest(call)
+
+
+async def test_tokens_that_no_others_follow_wait_for_a_moment_only(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as worker,
+        flowing(worker, start_gateway) as (call, request),
+    ):
+        late(request, 200)
+        async with asyncio.timeout(5):
+            assert list((await read(call)).delta.token_ids) == [200]
+        request.finish()
+        await collect_rest(call)
+
+
+async def test_a_stop_string_among_tokens_that_wait_ends_the_text(
+    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+) -> None:
+    ids = smollm2.encode("one two three STOP four", add_special_tokens=False)
+    stopping = public_pb.StopConditions(stop_strings=["STOP"])
+    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
+        call = gateway.stream(text("x", stopping=stopping))
+        request = await worker.request()
+        request.start()
+        for token_id in ids:
+            late(request, token_id)
+        answer = await collect(call)
+        await worker.until(lambda: request.abort_reply is False)
+    assert answer.text == "one two three "
+    assert answer.finished.stop_string == "STOP"
+
+
+async def test_a_channel_that_is_listened_to_tells_of_what_it_has_when_nobody_listens_again() -> (
+    None
+):
+    heard: list[int] = []
+    channel = RequestChannel(1, lambda _: None)
+    channel.listen(lambda: heard.append(len(channel.token_ids)))
+    channel.token_ids.append(5)
+    channel.notify()
+    assert heard == [1]
+    channel.listen(None)
+    async with asyncio.timeout(5):
+        await channel.wait()
+    assert channel.take_tokens(10) == [5]
+
+
+async def read(call: object) -> public_pb.GenerateStreamResponse:
+    response: public_pb.GenerateStreamResponse = await call.read()  # type: ignore[attr-defined]
+    return response
+
+
+async def collect_rest(call: object) -> list[public_pb.Delta]:
+    """The deltas until the one Finished."""
+    deltas: list[public_pb.Delta] = []
+    while not (response := await read(call)).HasField("finished"):
+        deltas.append(response.delta)
+    return deltas
