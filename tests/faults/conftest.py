@@ -1,4 +1,4 @@
-"""Services for the fault tests of a module, and one random seed for all."""
+"""Services for the fault tests, and one random seed for all."""
 
 import random
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ def tokenizer(
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def field(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Field]:
     async with running_field(tmp_path_factory.mktemp("field"), tokenizer) as field:
         yield field

@@ -19,7 +19,7 @@ from tests.integration.pair import Client, Service, free_port, is_clean
 
 WORKER = (
     *("--engine", "echo", "--echo-step-ms", "2", "--max-context", "1024"),
-    *("--max-running", "32", "--max-waiting", "64", "--kv-pages", "512"),
+    *("--max-running", "32", "--max-waiting", "64", "--kv-pages", "1536"),
     *("--heartbeat-timeout-s", "3", "--hang-timeout-s", "6"),
 )
 GATEWAY = (
@@ -117,13 +117,13 @@ def engine_of(worker: Service) -> psutil.Process | None:
 
 @asynccontextmanager
 async def running_field(
-    folder: Path, tokenizer: Path, *, num_workers: int = 2
+    folder: Path, tokenizer: Path, worker_args: Sequence[str] = (), *, num_workers: int = 2
 ) -> AsyncIterator[Field]:
     """Starts everything, waits until it serves, and stops it at the end."""
     async with AsyncExitStack() as stack:
         addresses = [f"127.0.0.1:{free_port()}" for _ in range(num_workers + 1)]
         street, *hops = [await stack.enter_async_context(TcpProxy(a)) for a in addresses]
-        args = (*WORKER, "--model", str(tokenizer))
+        args = (*WORKER, "--model", str(tokenizer), *worker_args)
         workers = [
             Service("worker", args, address, folder / f"worker{index}.log")
             for index, address in enumerate(addresses[1:])

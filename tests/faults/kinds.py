@@ -241,6 +241,14 @@ async def _shoot(address: str, payload: bytes) -> None:
     writer.transport.abort()
 
 
+def _raw(
+    channel: grpc.aio.Channel, method: str
+) -> "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]":
+    """Takes and gives bytes as they are."""
+    call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(method, bytes)
+    return call
+
+
 def _large_request() -> bytes:
     return pb.GenerateRequest(text="x" * _OVERSIZED_BYTES).SerializeToString()
 
@@ -261,7 +269,7 @@ async def _expect_refusal(service: Service, method: str, message: bytes, ledger:
                     pass
                 code = await run.code()
             else:
-                async for _ in channel.unary_stream(method)(message, timeout=20):
+                async for _ in _raw(channel, method)(message, timeout=20):
                     pass
                 code = Status.OK
         except grpc.aio.AioRpcError as error:

@@ -9,10 +9,14 @@ from tests.faults.kinds import KINDS, Kind
 from tests.faults.ledger import Ledger
 from tests.faults.rounds import run_round
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-# They wait for limits of seconds; `make soak` has them all.
-IN_SOAK_ONLY = {"hang a worker", "silent network to a worker", "hang the engine"}
+# The first three wait for limits of seconds, the others have tests of their own elsewhere;
+# `make soak` has them all.
+IN_SOAK_ONLY = {
+    *("hang a worker", "silent network to a worker", "hang the engine"),
+    *("full queue", "slow readers", "disconnects"),
+}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +25,7 @@ IN_SOAK_ONLY = {"hang a worker", "silent network to a worker", "hang the engine"
 async def test_a_fault_amid_load_leaves_everything_as_it_was(
     kind: Kind, field: Field, ledger: Ledger, rng: random.Random
 ) -> None:
-    result = await run_round(field, kind, ledger, rng)
+    result = await run_round(field, kind, ledger, rng, num_clients=16, lead_s=0.3)
     assert not ledger.violations
     assert result.outcomes["OK"] > 0
     assert result.pages_back == result.pages_total > 0
