@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
+from gateway.discovery import worker_place
 from shared.grpc_options import MAX_MESSAGE_BYTES
 from shared.settings import complaints
 
@@ -30,7 +31,14 @@ def _split(value: Any) -> Any:
     return value
 
 
+def _checked_places(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        worker_place(value)
+    return values
+
+
 _Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), Field(min_length=1)]
+_Workers = Annotated[_Addresses, AfterValidator(_checked_places)]
 _Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split)]
 _Processes = Annotated[PositiveInt | None, BeforeValidator(lambda v: None if v == "auto" else v)]
 
@@ -50,8 +58,18 @@ class GatewayConfig(BaseSettings):
     listen: str = Field(
         default="127.0.0.1:50051", min_length=1, description="address to serve gRPC on"
     )
-    workers: _Addresses = Field(
-        default=("127.0.0.1:50052",), description="addresses of the workers, separated by commas"
+    workers: _Workers = Field(
+        default=("127.0.0.1:50052",),
+        description="addresses of the workers, separated by commas; dns:///name:port: all that "
+        "the name stands for, now and later",
+    )
+    discovery_interval_s: float = Field(
+        default=5.0, gt=0, description="until the workers' names are resolved again"
+    )
+    routing: Literal["prefix", "power-of-two", "least-loaded"] = Field(
+        default="prefix",
+        description="which worker gets a request; prefix: the one that has most of the prompt "
+        "cached, weighed with load",
     )
     processes: _Processes = Field(
         default=None,

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from gateway.affinity import PromptPrefix
 from gateway.completion import Completion, CompletionParams, Event
 from gateway.encoding import PromptEncoder
 from gateway.live_requests import AbortedEarlyError, LiveRequest, LiveRequests
@@ -17,7 +18,7 @@ from gateway.served_model import ModelInfo, ServedModel
 from gateway.stop import StopMatcher
 from gateway.text_stream import TextStream
 from gateway.worker_link import WorkerLink
-from shared.errors import UnavailableError
+from shared.errors import QueueFullError, ServingError, UnavailableError
 from shared.identity import client_identity
 from shared.types import SamplingParams
 
@@ -112,7 +113,8 @@ class Generator:
                 for event in completion.aborted_early():
                     yield event
                 return
-            link = self._router.pick(job.model.info, tried, sharing.link if sharing else None)
+            preferred = sharing.link if sharing else None
+            link = self._router.pick(job.model.info, job.prefix, tried, preferred)
             tried.append(link)
             if sharing is not None and index == 0:
                 sharing.link = link
@@ -124,8 +126,8 @@ class Generator:
                             yield event
                         if outlet is not None:
                             await outlet.carry(completion, channel)
-            except UnavailableError:
-                if not self._may_go_on(completion, live, job.model.info, tried):
+            except (UnavailableError, QueueFullError) as error:
+                if not self._may_go_on(error, completion, live, job.model.info, tried):
                     raise
         if completion.was_aborted:
             # The others end with it, those that are not begun, too.
@@ -133,6 +135,7 @@ class Generator:
 
     def _may_go_on(
         self,
+        error: ServingError,
         completion: Completion,
         live: LiveRequest,
         model: ModelInfo,
@@ -141,7 +144,11 @@ class Generator:
         """Only before the first token: after it, another worker might sample other text."""
         if completion.has_tokens or live.is_final:
             return False
-        return live.is_aborted or self._router.has_other(model, tried)
+        with_room = isinstance(error, QueueFullError)
+        if with_room and not error.retry_after_ms:
+            # No queue was full: the request itself is too much.
+            return False
+        return live.is_aborted or self._router.has_other(model, tried, with_room=with_room)
 
     async def _aborted_early(self, job: "_Job") -> AsyncIterator[Event]:
         for index in range(job.request.num_completions):
@@ -189,6 +196,7 @@ class _Job:
         self.request = request
         self.model = model
         self.prompt_ids = prompt_ids
+        self.prefix = PromptPrefix(prompt_ids, request.cache_salt)
         self.arrival = arrival
         self._max_tokens = max_tokens
         self._submitted_at: float | None = None

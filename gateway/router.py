@@ -3,21 +3,31 @@
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from gateway.affinity import PromptPrefix
 from gateway.backoff import RETRY_AFTER_MS
+from gateway.routing import Chooser, RoutingPolicy
 from gateway.served_model import ModelInfo, ServedModel
 from gateway.worker_link import WorkerLink
 from shared.errors import UnavailableError
 
 
 class Router:
-    """Picks the least loaded ready worker of those that serve the model."""
+    """Picks a ready worker of those that serve the model, and remembers what it got."""
 
     def __init__(
-        self, links: Sequence[WorkerLink], clock: Callable[[], float] = time.monotonic
+        self,
+        links: Callable[[], Sequence[WorkerLink]],
+        chooser: Chooser,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.links = tuple(links)
+        """`links` tells of the workers there are now."""
+        self._links = links
+        self._chooser = chooser
         self._clock = clock
-        self._turn = 0
+
+    @property
+    def links(self) -> tuple[WorkerLink, ...]:
+        return tuple(self._links())
 
     @property
     def num_ready(self) -> int:
@@ -26,8 +36,9 @@ class Router:
     @property
     def known_model(self) -> ServedModel | None:
         """What is served, or was served last; None before any worker has been reached."""
-        ready = [link.model for link in self.links if link.is_ready and link.model]
-        known = ready or [link.model for link in self.links if link.model]
+        links = self.links
+        ready = [link.model for link in links if link.is_ready and link.model]
+        known = ready or [link.model for link in links if link.model]
         return known[0] if known else None
 
     def model(self) -> ServedModel:
@@ -41,6 +52,7 @@ class Router:
     def pick(
         self,
         model: ModelInfo,
+        prompt: PromptPrefix,
         tried: Collection[WorkerLink] = (),
         preferred: WorkerLink | None = None,
     ) -> WorkerLink:
@@ -50,22 +62,16 @@ class Router:
             raise no_worker_error()
         if preferred in candidates:
             return preferred
-        # Equals take turns, so that two idle workers share what comes one at a time.
-        self._turn += 1
-        turn, count, now = self._turn, len(candidates), self._clock()
-        # A suspect worker is still better than none.
-        order = sorted(
-            range(count),
-            key=lambda i: (
-                candidates[i].is_suspect(now),
-                candidates[i].num_live,
-                (i + turn) % count,
-            ),
-        )
-        return candidates[order[0]]
+        link = self._chooser.choose(candidates, prompt, self._clock())
+        if self._chooser.policy is RoutingPolicy.PREFIX and len(self._links()) > 1:
+            link.prefixes.send(prompt, link.page_size)
+        return link
 
-    def has_other(self, model: ModelInfo, tried: Collection[WorkerLink]) -> bool:
-        return bool(self._candidates(model, tried))
+    def has_other(
+        self, model: ModelInfo, tried: Collection[WorkerLink], *, with_room: bool = False
+    ) -> bool:
+        others = self._candidates(model, tried)
+        return any(not link.is_full for link in others) if with_room else bool(others)
 
     def _candidates(self, model: ModelInfo, tried: Collection[WorkerLink]) -> list[WorkerLink]:
         return [

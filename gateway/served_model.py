@@ -20,6 +20,10 @@ class ModelInfo:
     tokenizer_sha256: str
     worker_version: str
     overlap_scheduling: bool
+    # 0: not told, as by an older worker.
+    page_size: int = 0
+    max_running: int = 0
+    max_waiting: int = 0
 
     def serves_like(self, other: "ModelInfo") -> bool:
         """Whether a request prepared for the other can run here."""

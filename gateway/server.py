@@ -16,15 +16,18 @@ from prometheus_client import CollectorRegistry
 from gateway.auth import MetadataIdentityInterceptor
 from gateway.backoff import Breaker
 from gateway.config import GatewayConfig
+from gateway.discovery import Discovery, Endpoint, Resolver, SystemResolver, worker_place
 from gateway.encoding import PromptEncoder
 from gateway.generation import Generator
 from gateway.live_requests import LiveRequests
 from gateway.router import Router
+from gateway.routing import Chooser, RoutingPolicy
 from gateway.service import InferenceService, ServiceLimits
 from gateway.tokenizer import TemplateLimits
 from gateway.tokenizer_store import TokenizerStore
 from gateway.worker_dialer import WorkerDialer
 from gateway.worker_link import LinkEvents, LinkTimes, WorkerLink
+from gateway.worker_set import WorkerSet
 from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError
 from shared.grpc_options import channel_options, server_options
@@ -99,6 +102,7 @@ async def running_gateway(
     turn: Turn | None = None,
     on_first_worker: Callable[[], None] = lambda: None,
     tracer: Tracer | None = None,
+    resolver: Resolver | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway that serves inside the block and drains when the block is left.
 
@@ -120,7 +124,14 @@ async def running_gateway(
         metrics_exporter(registry, config.metrics_host, config.metrics_port),
     ):
         events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
-        router = _router(config, executor, events)
+        workers = _workers(config, executor, events)
+        discovery = Discovery(
+            map(worker_place, config.workers),
+            workers.update,
+            resolver=resolver or SystemResolver(),
+            interval_s=config.discovery_interval_s,
+        )
+        router = Router(lambda: workers.links, Chooser(RoutingPolicy(config.routing)))
         service = _service(config, router, executor, live_requests, metrics, tracer)
         server = _server(config, tokens, metrics, shares_port=turn is not None)
         pb_grpc.add_InferenceServiceServicer_to_server(service, server)
@@ -136,8 +147,8 @@ async def running_gateway(
                 on_first_worker()
 
         async with TaskSet() as tasks:
-            for link in router.links:
-                tasks.start(link.run(), name=f"link {link.address}")
+            workers.start(tasks)
+            tasks.start(discovery.run(), name="discovery")
             tasks.start(_at_each(changed, on_workers), name="readiness")
             tasks.start(tokens.follow(), name="tokens")
             if turn is not None:
@@ -177,7 +188,7 @@ async def _at_most(timeout_s: float, work: Awaitable[object]) -> None:
             await work
 
 
-def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents) -> Router:
+def _workers(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents) -> WorkerSet:
     limits = TemplateLimits(max_chars=config.max_prompt_bytes, max_seconds=config.template_limit_s)
     tokenizers = TokenizerStore(executor, limits)
     times = LinkTimes(
@@ -185,20 +196,18 @@ def _router(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEve
         silence_limit_s=config.worker_silence_limit_s,
     )
     dialer = _dialer(config, times)
-    return Router(
-        [
-            WorkerLink(
-                address,
-                tokenizers=tokenizers,
-                dialer=dialer,
-                times=times,
-                breaker=Breaker(config.breaker_threshold, config.breaker_cool_down_s),
-                events=events,
-                coalesces=config.coalesce,
-            )
-            for address in config.workers
-        ]
-    )
+
+    def link(endpoint: Endpoint) -> WorkerLink:
+        return WorkerLink(
+            endpoint,
+            tokenizers=tokenizers,
+            dialer=dialer,
+            times=times,
+            breaker=Breaker(config.breaker_threshold, config.breaker_cool_down_s),
+            events=events,
+        )
+
+    return WorkerSet(link)
 
 
 def _dialer(config: GatewayConfig, times: LinkTimes) -> WorkerDialer:

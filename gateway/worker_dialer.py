@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,18 +52,22 @@ class WorkerDialer:
         self._secrets = Reloading(files, self._read, _complain)
 
     @asynccontextmanager
-    async def dial(self, address: str) -> AsyncIterator[Dialled]:
-        """The channel is closed with the block."""
+    async def dial(self, address: str, server_name: str = "") -> AsyncIterator[Dialled]:
+        """The channel is closed with the block.
+
+        `server_name` is in the server's certificate, unless the settings name another.
+        """
         secrets = self._now()
-        async with self._channel(address, secrets) as channel:
+        async with self._channel(address, secrets, server_name) as channel:
             if self._token_file is not None:
                 channel = cast(grpc.aio.Channel, _WithMetadata(channel, self._metadata))
             yield Dialled(channel, lambda: self._now() is not secrets)
 
-    def _channel(self, address: str, secrets: _Secrets) -> grpc.aio.Channel:
+    def _channel(self, address: str, secrets: _Secrets, server_name: str) -> grpc.aio.Channel:
         if self._tls is None or secrets.credentials is None:
             return grpc.aio.insecure_channel(address, options=self._options)
-        options = [*self._options, *tls_options(self._tls)]
+        tls = replace(self._tls, server_name=self._tls.server_name or server_name)
+        options = [*self._options, *tls_options(tls)]
         return grpc.aio.secure_channel(address, secrets.credentials, options=options)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:

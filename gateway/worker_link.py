@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from gateway.affinity import PrefixMemory
 from gateway.backoff import RETRY_AFTER_MS, Backoff, Breaker
 from gateway.channel import RequestChannel
+from gateway.discovery import Endpoint
 from gateway.request import Submission
 from gateway.served_model import ModelInfo, ServedModel
 from gateway.tokenizer_store import TokenizerStore, bundle_digest
@@ -24,6 +26,8 @@ from shared.tasks import TaskSet
 
 _log = structlog.get_logger(__name__)
 
+# What most workers have.
+_UNTOLD_PAGE_SIZE = 16
 _SERVER_FAULTS = {Code.INTERNAL, Code.UNAVAILABLE}
 
 
@@ -58,7 +62,7 @@ class WorkerLink:
 
     def __init__(
         self,
-        address: str,
+        endpoint: Endpoint,
         *,
         tokenizers: TokenizerStore,
         dialer: WorkerDialer,
@@ -67,7 +71,12 @@ class WorkerLink:
         events: LinkEvents,
         coalesces: bool = True,
     ) -> None:
-        self.address = address
+        self.address = endpoint.address
+        # What has been sent and told of its prefix cache.
+        self.prefixes = PrefixMemory()
+        # Its worker has gone from the list: no new requests, and the end after the last one.
+        self.is_retired = False
+        self._endpoint = endpoint
         self._tokenizers = tokenizers
         self._dialer = dialer
         self._times = times
@@ -82,6 +91,8 @@ class WorkerLink:
         # As the worker told it last over the session's stream.
         self._load = pb.GetLoadResponse()
         self._load_changed = Notifier()
+        self._num_of_others = 0
+        self._changed_hands = Notifier()
         self._last_complaint = ""
 
     @property
@@ -91,12 +102,51 @@ class WorkerLink:
 
     @property
     def is_ready(self) -> bool:
-        return self._is_model_known and self._load.ready
+        return self._is_model_known and self._load.ready and not self.is_retired
 
     @property
     def num_live(self) -> int:
         """Requests of this gateway that it works on."""
         return self._session.num_live if self._session else 0
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests that run or wait there: this gateway's of now, others' as told last."""
+        return self.num_live + self._num_of_others
+
+    @property
+    def page_size(self) -> int:
+        return (self._model and self._model.info.page_size) or _UNTOLD_PAGE_SIZE
+
+    @property
+    def capacity(self) -> int:
+        """Requests that run at once."""
+        return (self._model and self._model.info.max_running) or 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it would refuse one more."""
+        info = self._model and self._model.info
+        return bool(
+            info
+            and info.max_running
+            and self.num_outstanding >= info.max_running + info.max_waiting
+        )
+
+    def retire(self) -> None:
+        """It is not ready any more; what lives on it goes on."""
+        self.is_retired = True
+        self._events.on_change()
+
+    def reinstate(self) -> None:
+        """It is as it was before it retired."""
+        self.is_retired = False
+        self._changed_hands.notify()
+        self._events.on_change()
+
+    async def drained(self) -> None:
+        """Returns when it is retired and nothing lives on it, or when it is reinstated."""
+        await self._changed_hands.until(lambda: not self.is_retired or not self.num_live)
 
     def is_suspect(self, now: float) -> bool:
         """Whether its last answers were faults of its own."""
@@ -105,7 +155,7 @@ class WorkerLink:
     async def run(self) -> None:
         """Keeps the link up for as long as it is not cancelled."""
         while True:
-            async with self._dialer.dial(self.address) as dialled:
+            async with self._dialer.dial(self.address, self._endpoint.server_name) as dialled:
                 self._stub = pb_grpc.WorkerServiceStub(dialled.channel)
                 await self._attempt_again_and_again(dialled)
 
@@ -123,6 +173,7 @@ class WorkerLink:
             yield channel
         finally:
             session.close(channel)
+            self._changed_hands.notify()
             if not session.is_lost:
                 self._judge(channel)
 
@@ -150,6 +201,7 @@ class WorkerLink:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise _away() from error
             raise error_from_rpc(error) from error
+        self.prefixes.forget()
         return answer.pages_freed
 
     async def abort(self, request_ids: list[str]) -> set[str]:
@@ -193,6 +245,7 @@ class WorkerLink:
             silence_limit_s=self._times.silence_limit_s,
             on_load=self._take_load,
             on_lag=self._events.on_lag,
+            on_prefixes=self.prefixes.tell,
             coalesces=self._coalesces,
         )
         try:
@@ -203,8 +256,12 @@ class WorkerLink:
             self._is_model_known = False
             if self._session is not None:
                 self._session = None
-                self._breaker.record_fault(asyncio.get_running_loop().time())
-                self._events.on_loss()
+                # Whoever comes back begins with an empty cache.
+                self.prefixes.forget()
+                self._changed_hands.notify()
+                if not self.is_retired:
+                    self._breaker.record_fault(asyncio.get_running_loop().time())
+                    self._events.on_loss()
                 self._events.on_change()
 
     async def _follow(self, stub: pb_grpc.WorkerServiceStub, session: WorkerSession) -> None:
@@ -252,6 +309,7 @@ class WorkerLink:
     def _take_load(self, load: pb.GetLoadResponse) -> None:
         has_changed = load.ready != self._load.ready
         self._load = load
+        self._num_of_others = max(0, load.running + load.waiting - self.num_live)
         if has_changed:
             self._load_changed.notify()
 
@@ -303,4 +361,7 @@ def _model_info(answer: pb.GetModelResponse) -> ModelInfo:
         tokenizer_sha256=answer.tokenizer_sha256,
         worker_version=answer.version,
         overlap_scheduling=answer.overlap_scheduling,
+        page_size=answer.page_size,
+        max_running=answer.max_running,
+        max_waiting=answer.max_waiting,
     )

@@ -49,6 +49,7 @@ class WorkerSession:
         silence_limit_s: float,
         on_load: Callable[[pb.GetLoadResponse], None],
         on_lag: Callable[[float], None],
+        on_prefixes: Callable[[bytes], None] = lambda _: None,
         coalesces: bool = True,
     ) -> None:
         self._address = address
@@ -58,6 +59,8 @@ class WorkerSession:
         self._on_load = on_load
         # Seconds from a step's commit to its arrival here.
         self._on_lag = on_lag
+        # What the worker has cached, as far as it tells.
+        self._on_prefixes = on_prefixes
         self._coalescing = Coalescing(is_enabled=coalesces)
         self._clock = RemoteClock()
         self._last_ping = (0, 0.0)
@@ -171,6 +174,8 @@ class WorkerSession:
                 self._end(response.rejected.handle, _error(failure))
             case "load":
                 self._on_load(response.load)
+            case "prefixes":
+                self._on_prefixes(response.prefixes.hashes)
             case "pong":
                 self._take_pong(response.pong)
             case _:
