@@ -211,7 +211,8 @@ class WorkerSession:
         if output.committed_unix_us:
             lag_s = self._clock.age_s(1e-6 * output.committed_unix_us)
             self._on_lag(lag_s)
-            self._coalescing.observe(lag_s)
+            if output.token_ids:
+                self._coalescing.observe(lag_s, len(output.token_ids))
         self._notify(touched)
 
     def _take_tokens(self, output: pb.StepOutput) -> dict[int, RequestChannel]:

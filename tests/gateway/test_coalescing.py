@@ -19,22 +19,25 @@ from tests.gateway.fake_worker import FakeWorker, Received
 
 MakeWorker = Callable[..., FakeWorker]
 
+# Tokens of a step whose messages may be what makes it late.
+MANY = 256
+
 
 @pytest.mark.parametrize(
     ("lag_s", "num_tokens"), [(0.0, 1), (0.0029, 1), (0.004, 2), (0.01, 4), (0.03, 8), (60.0, 8)]
 )
 def test_the_later_a_step_the_more_tokens_wait(lag_s: float, num_tokens: int) -> None:
     coalescing = Coalescing(is_enabled=True)
-    coalescing.observe(lag_s)
+    coalescing.observe(lag_s, MANY)
     assert coalescing.num_tokens == num_tokens
 
 
 def test_one_early_step_does_not_end_it_and_several_do_by_and_by() -> None:
     coalescing = Coalescing(is_enabled=True)
-    coalescing.observe(1.0)
+    coalescing.observe(1.0, MANY)
     seen = []
     for _ in range(40):
-        coalescing.observe(0.0)
+        coalescing.observe(0.0, MANY)
         seen.append(coalescing.num_tokens)
     assert seen[0] == 8
     assert seen == sorted(seen, reverse=True)
@@ -44,15 +47,21 @@ def test_one_early_step_does_not_end_it_and_several_do_by_and_by() -> None:
 def test_a_late_step_among_early_ones_begins_the_count_anew() -> None:
     coalescing = Coalescing(is_enabled=True)
     for _ in range(20):
-        coalescing.observe(0.01)
+        coalescing.observe(0.01, MANY)
         for _ in range(4):
-            coalescing.observe(0.0)
+            coalescing.observe(0.0, MANY)
         assert coalescing.num_tokens == 4
 
 
 def test_nothing_waits_where_it_is_switched_off() -> None:
     coalescing = Coalescing(is_enabled=False)
-    coalescing.observe(60.0)
+    coalescing.observe(60.0, MANY)
+    assert coalescing.num_tokens == 1
+
+
+def test_few_streams_do_not_wait_whatever_the_lag() -> None:
+    coalescing = Coalescing(is_enabled=True)
+    coalescing.observe(60.0, 4)
     assert coalescing.num_tokens == 1
 
 
@@ -96,11 +105,12 @@ async def flowing(
 
 
 def late(request: Received, token_id: int, *, lag_s: float = 10.0) -> None:
-    """A token of a step that was committed so long ago."""
+    """A token of a step that was committed so long ago, and had many others that went."""
+    handle, gone = request.submit.handle, range(1000, 1000 + MANY)
     request.send_output(
         pb.StepOutput(
-            handles=[request.submit.handle],
-            token_ids=[token_id],
+            handles=[handle, *gone],
+            token_ids=[token_id, *gone],
             committed_unix_us=int(1e6 * (time.time() - lag_s)),
         )
     )
