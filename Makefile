@@ -18,7 +18,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 TORCH_INDEX = $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 .PHONY: help install demo up test check load soak lint format types protos clean \
-	bench-parity bench-scheduler bench-cpu bench-stream
+	bench-parity bench-scheduler bench-cpu bench-stream bench-latency
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -76,6 +76,9 @@ bench-cpu: $(INSTALLED) ## The whole pair against transformers on this machine
 
 bench-stream: $(INSTALLED) ## CPU time of a gateway for each token it streams
 	$(BIN)/python -m tests.bench.stream
+
+bench-latency: $(INSTALLED) ## What the services add to the times of one stream
+	$(BIN)/python -m tests.bench.latency
 
 load: $(INSTALLED) ## Start the pair, load it with ghz, write build/load/report.md (ARGS=--echo, --quick)
 	@$(BIN)/python -m tests.load $(ARGS)
