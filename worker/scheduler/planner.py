@@ -110,8 +110,10 @@ class Planner:
 
         It alone is tried: letting smaller ones pass would starve the large.
         """
+        if self.num_free_places <= 0 or not self._kv.table.num_free_rows:
+            return None
         request = self._lifecycle.waiting.peek()
-        if request is None or self.num_free_places <= 0 or not self._kv.table.num_free_rows:
+        if request is None:
             return None
         match = self._kv.match(
             request.token_ids,

@@ -254,12 +254,13 @@ class RadixTree:
             node = node.parent
 
     def _note_use(self, node: Node) -> None:
+        if node is self.root:
+            return
         recent = self._recent
         recent.pop(node, None)
-        if node is not self.root:
-            recent[node] = None
-            if len(recent) > _MAX_RECENT:
-                del recent[next(iter(recent))]
+        recent[node] = None
+        if len(recent) > _MAX_RECENT:
+            del recent[next(iter(recent))]
 
     def _shrink(self, leaf: Node, keep: int) -> None:
         self._ticks += 1

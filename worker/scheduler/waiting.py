@@ -73,6 +73,9 @@ class WaitingQueue:
         self._leave(request, level)
 
     def _first_level(self) -> "_Level | None":
+        if len(self._levels) == 1:
+            (only,) = self._levels.values()
+            return only if only.num_ready else None
         ready = [priority for priority, level in self._levels.items() if level.num_ready]
         return self._levels[max(ready)] if ready else None
 
@@ -85,8 +88,11 @@ class WaitingQueue:
     def _leave(self, request: Request, level: "_Level") -> None:
         self._len -= 1
         level.leave(request)
-        if not level.num_members:
-            # Nobody waits, so nobody has had too much: all begin anew.
+        if level.num_members:
+            return
+        if len(self._levels) == 1:
+            level.begin_anew()
+        else:
             del self._levels[request.new.priority]
 
 
@@ -114,10 +120,6 @@ class _Turn:
     def __init__(self, client: _Client) -> None:
         self.client = client
 
-    @property
-    def is_valid(self) -> bool:
-        return self.client.turn is self
-
 
 class _Level:
     """Those of one priority: start-time fair queueing over the clients.
@@ -134,12 +136,23 @@ class _Level:
         self.num_ready = 0
         # Those that ran before; they were charged for then.
         self._resumed: LazyHeap[Request] = LazyHeap(lambda r: r.state is RequestState.WAITING)
+        # They are never held.
         self._num_resumed = 0
         self._clients: dict[str, _Client] = {}
-        self._turns: LazyHeap[_Turn] = LazyHeap(lambda turn: turn.is_valid)
+        self._turns: LazyHeap[_Turn] = LazyHeap(lambda turn: turn.client.turn is turn)
         self._num_clients_ready = 0
         self._clock = 0.0
         self._sweep_at = _SMALLEST_SWEEP
+
+    def begin_anew(self) -> None:
+        """Nobody waits, so nobody has had too much."""
+        self._clock = 0.0
+        if len(self._clients) == 1:
+            # The ordinary case, and cheaper than making it again for the next request.
+            (client,) = self._clients.values()
+            client.due = 0.0
+        else:
+            self._clients.clear()
 
     def position(self, client: str) -> int:
         mine = self._clients.get(client)
@@ -181,14 +194,14 @@ class _Level:
             self._take_from(self._clients[request.new.client])
 
     def peek(self) -> Request:
-        resumed = self._resumed.peek()
-        request = resumed or self._next_client().requests.peek()
+        first = self._resumed if self._num_resumed else self._next_client().requests
+        request = first.peek()
         assert request is not None, "a client with a turn has something ready"
         return request[1]
 
     def pop(self) -> Request:
         self.num_ready -= 1
-        if self._resumed.peek():
+        if self._num_resumed:
             return self._resumed.pop()
         client = self._next_client()
         request = client.requests.pop()
