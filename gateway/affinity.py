@@ -60,7 +60,10 @@ class PrefixMemory:
         self._sent: OrderedDict[int, None] = OrderedDict()
 
     def tell(self, fingerprints: bytes) -> None:
-        """Replaces what the worker told before."""
+        """Replaces what the worker told before. Nothing at all: its cache is empty."""
+        if not fingerprints:
+            self.forget()
+            return
         whole = len(fingerprints) // FINGERPRINT_BYTES * FINGERPRINT_BYTES
         self._told = frozenset(
             int.from_bytes(fingerprints[at : at + FINGERPRINT_BYTES], "little")

@@ -210,6 +210,11 @@ class FakeWorker(pb_grpc.WorkerServiceServicer):
         for outbox in self._outboxes:
             outbox.put_nowait(pb.RunResponse(load=pb.GetLoadResponse(ready=ready)))
 
+    def report_prefixes(self, fingerprints: Sequence[int]) -> None:
+        hashes = b"".join(one.to_bytes(4, "little") for one in fingerprints)
+        for outbox in self._outboxes:
+            outbox.put_nowait(pb.RunResponse(prefixes=pb.CachedPrefixes(hashes=hashes)))
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns when what this worker received makes the condition true."""
         async with asyncio.timeout(10):

@@ -53,6 +53,23 @@ async def test_a_token_that_is_taken_away_ends_no_live_stream_and_starts_none(
         assert await with_next == Status.OK
 
 
+async def test_a_worker_is_told_whose_a_request_is(
+    tmp_path: Path, make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alice:hers\n")
+    async with make_worker() as worker:
+        async with start_gateway(worker, tokens_file=str(path)) as gateway:
+            metadata = bearer_metadata("hers")
+            await gateway.stub.Generate(text("x"), metadata=metadata)
+            await gateway.stub.Generate(text("x", n=2), metadata=metadata)
+        async with start_gateway(worker, client_metadata_key="x-client") as gateway:
+            await gateway.stub.Generate(text("x"), metadata=(("x-client", "bob"),))
+            await gateway.stub.Generate(text("x"))
+        told = [request.submit.client for request in worker.requests]
+        assert told == ["alice"] * 3 + ["bob", ""]
+
+
 async def test_clients_are_counted_by_the_names_of_their_tokens(
     tmp_path: Path, make_worker: MakeWorker, start_gateway: StartGateway
 ) -> None:

@@ -8,6 +8,7 @@ from typing import cast
 import grpc
 import pytest
 
+from gateway.affinity import PromptPrefix
 from gateway.backoff import Backoff, Breaker
 from gateway.config import GatewayConfig
 from gateway.server import running_gateway
@@ -158,6 +159,80 @@ async def test_a_refusal_as_unavailable_is_tried_elsewhere(
         first.requests[0].reject(Code.UNAVAILABLE, "draining")
         (await second.request()).finish()
         await collect(call)
+
+
+async def test_a_refusal_by_a_full_queue_is_tried_where_there_may_be_room(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+        start_gateway(one, other) as gateway,
+    ):
+        call = gateway.stream(text("x"))
+        await gateway.until(lambda: bool(one.requests or other.requests))
+        first, second = (one, other) if one.requests else (other, one)
+        first.requests[0].reject(Code.RESOURCE_EXHAUSTED, "full", retry_after_ms=1000)
+        (await second.request()).reject(Code.RESOURCE_EXHAUSTED, "full too", retry_after_ms=2000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(call)
+        assert caught.value.code() == Status.RESOURCE_EXHAUSTED
+        assert "full too" in (caught.value.details() or "")
+        assert len(one.requests) == len(other.requests) == 1
+
+
+async def test_a_worker_whose_queue_is_known_to_be_full_is_passed_over(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    # A prompt that is cached at the first worker, so that it would get the next one, too.
+    prompt = "one two three four five six seven eight nine ten " * 5
+    async with (
+        make_worker(echoes=False) as one,
+        make_worker(echoes=False) as other,
+    ):
+        for worker in (one, other):
+            worker.model.max_running, worker.model.max_waiting = 1, 1
+        async with start_gateway(one, other) as gateway:
+            calls = [gateway.stream(text(prompt)) for _ in range(4)]
+            await gateway.until(lambda: len(one.requests) + len(other.requests) == 4)
+            assert len(one.requests) == len(other.requests) == 2
+            for request in one.requests + other.requests:
+                request.finish()
+            for call in calls:
+                await collect(call)
+
+
+async def test_a_conversation_stays_with_its_worker_until_that_is_lost(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    talks = [f"{number} is a talk of its own, about this and that. " * 4 for number in range(6)]
+    async with make_worker() as one, make_worker() as other, start_gateway(one, other) as gateway:
+        for turn in range(3):
+            for talk in talks:
+                await gateway.collect(text(talk + "and so on " * 5 * turn, max_tokens=1))
+        prompts = [[r.submit.prompt_token_ids[:40] for r in w.requests] for w in (one, other)]
+        for own, others in (prompts, prompts[::-1]):
+            assert all(own.count(prompt) == 3 and prompt not in others for prompt in own)
+        worker = one if one.requests else other
+        (link,) = (x for x in gateway.running.router.links if x.address == worker.address)
+        prompt = PromptPrefix(worker.requests[0].submit.prompt_token_ids)
+        assert link.prefixes.matched_tokens(prompt, link.page_size) >= 32
+        await worker.crash()
+        await gateway.until_ready(1)
+        assert link.prefixes.matched_tokens(prompt, link.page_size) == 0
+
+
+async def test_what_a_worker_tells_of_its_cache_reaches_the_router(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    prompt = PromptPrefix(range(100))
+    async with make_worker() as worker, start_gateway(worker) as gateway:
+        (link,) = gateway.running.router.links
+        names = prompt.names(link.page_size)
+        worker.report_prefixes([names[2]])
+        await gateway.until(lambda: link.prefixes.matched_tokens(prompt, link.page_size) == 48)
+        worker.report_prefixes([])
+        await gateway.until(lambda: link.prefixes.matched_tokens(prompt, link.page_size) == 0)
 
 
 async def test_any_other_refusal_is_final(

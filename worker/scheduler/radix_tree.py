@@ -6,6 +6,7 @@ root. Cost follows the path and the pages touched, never the size of the tree.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from shared.prefix_hashes import HASH_BYTES
 from worker.step import Int32Array
 
 # Enough for a summary of what was used last, and nothing to look through.
-_MAX_RECENT = 512
+_MAX_RECENT = 1024
 
 
 class Node:
@@ -79,8 +80,9 @@ class RadixTree:
         # (last_used, tie-break, node); an entry may be out of date, see `evict`.
         self._heap: list[tuple[int, int, Node]] = []
         self._ticks = 0
-        # Where paths ended that were locked, the last one last. Some may be gone meanwhile.
-        self._recent: dict[Node, None] = {}
+        # Where paths ended that were locked, the last one last. Some are there more than
+        # once, some may be gone meanwhile: a bare log, because this is in every step.
+        self._recent: deque[Node] = deque(maxlen=_MAX_RECENT)
 
     @property
     def ticks(self) -> int:
@@ -88,7 +90,10 @@ class RadixTree:
         return self._ticks
 
     def recently_used(self) -> Iterator[Node]:
-        """Nodes of the tree at which paths ended, the last used first; a bounded number."""
+        """Nodes of the tree at which paths ended, the last used first; a bounded number.
+
+        Some come more than once.
+        """
         return (node for node in reversed(self._recent) if node.parent is not None)
 
     def match(self, token_ids: Int32Array, salt: str = "") -> PrefixMatch:
@@ -244,7 +249,8 @@ class RadixTree:
 
     def _lock_path(self, node: Node, top: Node) -> None:
         self._ticks += 1
-        self._note_use(node)
+        if node is not self.root:
+            self._recent.append(node)
         while node is not top:
             if not node.lock_count:
                 self.num_evictable -= len(node.pages)
@@ -252,15 +258,6 @@ class RadixTree:
             node.last_used = self._ticks
             assert node.parent is not None
             node = node.parent
-
-    def _note_use(self, node: Node) -> None:
-        if node is self.root:
-            return
-        recent = self._recent
-        recent.pop(node, None)
-        recent[node] = None
-        if len(recent) > _MAX_RECENT:
-            del recent[next(iter(recent))]
 
     def _shrink(self, leaf: Node, keep: int) -> None:
         self._ticks += 1
@@ -277,7 +274,6 @@ class RadixTree:
         assert parent is not None
         del parent.children[leaf.key]
         leaf.parent = None
-        self._recent.pop(leaf, None)
         self.num_nodes -= 1
         self._queue_if_evictable(parent)
 

@@ -141,6 +141,8 @@ class _Level:
         self._clients: dict[str, _Client] = {}
         self._turns: LazyHeap[_Turn] = LazyHeap(lambda turn: turn.client.turn is turn)
         self._num_clients_ready = 0
+        # Whose turn it is, as long as no turn has changed.
+        self._next: _Client | None = None
         self._clock = 0.0
         self._sweep_at = _SMALLEST_SWEEP
 
@@ -214,20 +216,24 @@ class _Level:
         return request
 
     def _next_client(self) -> _Client:
-        turn = self._turns.peek()
-        assert turn is not None, "something is ready"
-        return turn[1].client
+        if self._next is None:
+            turn = self._turns.peek()
+            assert turn is not None, "something is ready"
+            self._next = turn[1].client
+        return self._next
 
     def _give_turn(self, client: _Client) -> None:
         first = client.requests.peek()
         assert first is not None
         client.turn = _Turn(client)
+        self._next = None
         self._turns.push((client.due, first[1].arrival), client.turn)
 
     def _take_from(self, client: _Client) -> None:
         client.num_ready -= 1
         if not client.num_ready:
             client.turn = None
+            self._next = None
             self._num_clients_ready -= 1
 
     def _client_of(self, request: Request) -> _Client:
