@@ -229,8 +229,6 @@ class EngineLoop:
         structure = request.structured_output
         try:
             self._scheduler.add(request, now, held=structure is not None)
-            if structure is not None:
-                self._begin_structure(request.uid, structure, now)
         except AlreadyExistsError:
             # A failure would be taken for that of the first, which is to go on unaffected.
             _log.exception("uid %d was submitted twice; the second is ignored", request.uid)
@@ -240,6 +238,9 @@ class EngineLoop:
             _log.exception("request %d could not be taken up", request.uid)
             fault = ServingError("the request could not be taken up; the worker's log has more")
             self._scheduler.reject(request.uid, fault)
+        else:
+            if structure is not None:
+                self._begin_structure(request.uid, structure, now)
 
     def _begin_structure(self, uid: int, structure: StructuredOutput, now: float) -> None:
         """The request is held until its rule is compiled, so that it can be aborted and expire."""
@@ -250,6 +251,12 @@ class EngineLoop:
                 self._scheduler.release(uid)
         except ServingError as error:
             self._scheduler.fail_request(uid, error)
+        except Exception as error:
+            _log.exception("the structured output of request %d could not be begun", uid)
+            # It is in the queue already, and nobody else would ever let it go.
+            self._scheduler.fail_request(
+                uid, ServingError(f"the structured output could not be begun: {error}")
+            )
 
     def _let_ready_run(self, now: float) -> None:
         if self._structures is None:

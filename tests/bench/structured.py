@@ -122,10 +122,11 @@ def _measure_host(grammars: GrammarLibrary, vocab_size: int, rows: int) -> dict[
     compile_ms = []
     for uid in range(rows):
         began_at = time.perf_counter()
-        outputs.begin(uid, _structure(uid), time.monotonic())
-        while not outputs.take_ready(time.monotonic()):
-            time.sleep(0.0001)
-        compile_ms.append(1e3 * (time.perf_counter() - began_at))
+        # A schema may come twice, and is known the second time.
+        if not outputs.begin(uid, _structure(uid), time.monotonic()):
+            while not outputs.take_ready(time.monotonic()):
+                time.sleep(0.0001)
+            compile_ms.append(1e3 * (time.perf_counter() - began_at))
     rng = np.random.default_rng(0)
     for _ in range(_HOST_STEPS):
         bitmasks, faults = outputs.fill(range(rows))

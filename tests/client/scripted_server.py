@@ -69,6 +69,7 @@ class ScriptedServer(pb_grpc.InferenceServiceServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         self.num_model_calls += 1
+        self.called.notify()
         if self.model_errors:
             raise self.model_errors.pop(0)
         return pb.GetModelResponse(model="scripted", vocab_size=7, eos_token_ids=[1, 2])

@@ -18,7 +18,7 @@ from tandem_client import (
     UnavailableError,
 )
 from tandem_client.retries import Attempts
-from tests.client.callers import collect
+from tests.client.callers import Caller, collect
 from tests.client.conftest import MakeCaller
 from tests.client.scripted_server import WHOLE, ScriptedServer, delta, started
 
@@ -69,6 +69,30 @@ async def test_the_last_refusal_is_raised_when_there_were_enough(
         with pytest.raises(UnavailableError, match="no worker is ready"):
             await collect(caller.stream("Hi"))
     assert len(server.requests) == 1 + QUICK.max_retries
+
+
+@pytest.mark.parametrize("method", ["generate", "model"])
+async def test_closing_the_client_ends_a_call_that_waits_to_be_tried_again(
+    server: ScriptedServer, make_caller: MakeCaller, method: str
+) -> None:
+    soon = QueueFullError("the queue is full", retry_after_ms=300)
+    server.scripts, server.model_errors = [(soon,)], [soon]
+    prompt = ["Hi"] if method == "generate" else []
+    async with make_caller(server.address, retries=RetryPolicy()) as caller:
+        async with asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(outcome(caller, method, *prompt))
+            await server.called.until(lambda: len(server.requests) + server.num_model_calls > 0)
+            # Whose answer comes after the refusal.
+            assert (await outcome(caller, "health")).startswith("UNIMPLEMENTED")
+            await caller.close()
+    assert call.result().startswith("CANCELLED")
+
+
+async def outcome(caller: Caller, method: str, *args: str) -> str:
+    try:
+        return str(await caller.call(method, *args))
+    except TandemError as error:
+        return str(error)
 
 
 async def test_nothing_is_tried_again_when_that_is_asked_for(

@@ -1,10 +1,11 @@
 """The grammar library: llguidance. Nothing else knows it.
 
-Measured against xgrammar on the same 200 schemas, a vocabulary of 151,936 and one core: it
-compiles in 0.9 ms (p99 2.2) where xgrammar takes 23 ms (p99 700), needs neither torch nor
-transformers, refuses what it cannot guarantee, and every kind of work has a limit of its own.
-Among its outputs none broke its schema; xgrammar's break some patterns, and it ran for more
-than 30 s on five of 70 hostile rules.
+Chosen over xgrammar 0.2.9 on the same 200 schemas with SmolLM2's vocabulary of 49,152, on two
+busy cores: it compiles in 1.3 ms (p99 8.3) where xgrammar takes 16 ms (p99 910), needs neither
+torch nor transformers, and has a limit for nearly every kind of work. None of its 333 ended
+outputs broke its schema, formats aside; of xgrammar's 320 one broke a pattern and one was no
+JSON, and five of some 70 hostile rules took it more than 30 s. xgrammar fills masks faster:
+2.3 µs (p99 57) against 3.4 µs (p99 275).
 """
 
 import json

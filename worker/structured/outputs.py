@@ -17,8 +17,12 @@ _ALL_IDS = np.int32(-1)
 _SLOW_S = 0.01
 # By how much it may exceed that, all its tokens together.
 _MOST_EXCESS_S = 0.5
-# When all matchers of a step together take as long, each is timed from then on.
+# When all matchers together take as long, each is timed in the next step. If none was slow,
+# as when there are many or the machine is busy, so many steps are left alone but for those
+# that take much longer.
 _SUSPICIOUS_S = 0.02
+_VERY_SUSPICIOUS_S = 0.1
+_TRUSTED_STEPS = 50
 
 Fault = tuple[int, ServingError]
 
@@ -51,8 +55,10 @@ class StructuredOutputs:
         self._followed: dict[int, _Followed] = {}
         # Reused by every step: whoever takes masks copies what it needs.
         self._bitmasks = np.zeros((max_rows, library.mask_words), np.int32)
-        # Since a step was slow: each matcher's work is timed, and done by this thread.
+        # Each matcher's work of this step is timed, and done by this thread alone.
         self._times_each = False
+        self._found_slow = False
+        self._num_trusted = 0
 
     def begin(self, uid: int, structure: StructuredOutput, now: float) -> bool:
         """Whether the request may run at once; otherwise `take_ready` tells when.
@@ -103,7 +109,7 @@ class StructuredOutputs:
             if times_each:
                 self._charge(followed, time.thread_time() - used_s)
             faults += self._faults_of(uid, followed)
-        self._times_each |= time.perf_counter() - began_at > _SUSPICIOUS_S
+        self._took(time.perf_counter() - began_at)
         return faults
 
     def fill(self, uids: Sequence[int]) -> tuple[Int32Array, list[Fault]]:
@@ -138,10 +144,24 @@ class StructuredOutputs:
                 used_s = time.thread_time()
                 self._library.fill([(one.matcher, row)], bitmasks)
                 self._charge(one, time.thread_time() - used_s)
-        self._times_each = time.perf_counter() - began_at > _SUSPICIOUS_S
+            if not self._found_slow:
+                # Accepting and filling count as one each.
+                self._num_trusted = 2 * _TRUSTED_STEPS
+            self._times_each = self._found_slow
+            self._found_slow = False
+        self._took(time.perf_counter() - began_at)
 
     def _charge(self, followed: _Followed, seconds: float) -> None:
-        followed.excess_s += max(0.0, seconds - _SLOW_S)
+        if seconds > _SLOW_S:
+            followed.excess_s += seconds - _SLOW_S
+            self._found_slow = True
+
+    def _took(self, seconds: float) -> None:
+        """Of all matchers together."""
+        limit_s = _VERY_SUSPICIOUS_S if self._num_trusted else _SUSPICIOUS_S
+        self._num_trusted = max(0, self._num_trusted - 1)
+        if seconds > limit_s:
+            self._times_each = True
 
     def _follow(self, uid: int, outcome: Outcome) -> ServingError | None:
         if isinstance(outcome, ServingError):

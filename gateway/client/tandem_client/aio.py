@@ -120,7 +120,12 @@ class AsyncStream(AsyncIterator[Event]):
             async with asyncio.timeout(wait_s):
                 await self._closed.wait()
         except TimeoutError:
-            self._call = self._start(self._generation)
+            try:
+                self._call = self._start(self._generation)
+            except RuntimeError:
+                # The client was closed while this waited.
+                self.close()
+                raise CallCancelledError("the client was closed") from None
 
 
 class AsyncClient:
@@ -291,6 +296,8 @@ class AsyncClient:
             if wait_s is None:
                 raise error
             await asyncio.sleep(wait_s)
+            if self._is_closed:
+                raise CallCancelledError("the client was closed")
 
     def _channel(self) -> "_Channel":
         """Made at the first call: gRPC ties it to the loop that runs then."""

@@ -1,7 +1,6 @@
 """The client for programs without an event loop."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -13,7 +12,7 @@ from shared.grpc_options import MAX_MESSAGE_BYTES
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from tandem_client.answers import Gathered
 from tandem_client.connection import Tls, connection
-from tandem_client.errors import error_of
+from tandem_client.errors import CallCancelledError, error_of
 from tandem_client.events import Completion, Event
 from tandem_client.generation import Generation
 from tandem_client.options import ChatOptions, GenerateOptions, Message, Prompt
@@ -94,7 +93,12 @@ class Stream(Iterator[Event]):
             self.close()
             raise error from None
         if not self._closed.wait(wait_s):
-            self._call = self._start(self._generation)
+            try:
+                self._call = self._start(self._generation)
+            except ValueError:
+                # What gRPC raises for a channel that was closed while this waited.
+                self.close()
+                raise CallCancelledError("the client was closed") from None
             # Whoever closed it meanwhile may have cancelled the call before this one.
             if self._closed.is_set():
                 self._call.cancel()
@@ -128,6 +132,7 @@ class Client:
         )
         self._settings = Settings(target, timeout_s, retries)
         self._metadata = target.metadata
+        self._closed = threading.Event()
         self._channel = (
             grpc.insecure_channel(address, options=target.options)
             if target.credentials is None
@@ -149,6 +154,7 @@ class Client:
 
     def close(self) -> None:
         """Ends every call that is under way with CallCancelledError."""
+        self._closed.set()
         self._channel.close()
 
     def stream(
@@ -268,4 +274,5 @@ class Client:
             wait_s = attempts.wait_s(error)
             if wait_s is None:
                 raise error
-            time.sleep(wait_s)
+            if self._closed.wait(wait_s):
+                raise CallCancelledError("the client was closed")

@@ -33,6 +33,8 @@ class FakeLibrary:
         self.log: list[tuple[str, int]] = []
         # A matcher that has accepted as many tokens has a fault, to which the rule is to blame.
         self.limit = 1 << 20
+        # So many matchers can be made.
+        self.matchers_left = 1 << 20
 
     @property
     def mask_words(self) -> int:
@@ -63,6 +65,9 @@ class FakeRule:
         self._token_ids = token_ids
 
     def matcher(self) -> "FakeMatcher":
+        if not self._library.matchers_left:
+            raise RuntimeError("no more matchers")
+        self._library.matchers_left -= 1
         return FakeMatcher(self._library, self._token_ids)
 
 

@@ -130,6 +130,20 @@ def test_a_bad_rule_is_refused_each_time_with_its_field(serving: Serving) -> Non
     assert finished(serving.end_of(3))
 
 
+def test_a_request_whose_matcher_cannot_be_made_ends_once_and_leaves_the_queue(
+    serving: Serving,
+) -> None:
+    serving.grammars.matchers_left = 1
+    serving.submit(1, [5], structure=rule([5]))
+    assert finished(serving.end_of(1)).reason is FinishReason.EOS
+    # The rule is known by now, so the matcher is asked for when the request comes.
+    serving.submit(2, [5], structure=rule([5]))
+    assert failed(serving.end_of(2)).code is Code.INTERNAL
+    heartbeat = serving.next(lambda event: isinstance(event, Heartbeat))
+    assert isinstance(heartbeat, Heartbeat)
+    assert (heartbeat.load.running, heartbeat.load.waiting) == (0, 0)
+
+
 def test_without_a_grammar_library_structured_output_is_unimplemented() -> None:
     running = Running()
     running.submit(1, [5], structure=rule([5]))

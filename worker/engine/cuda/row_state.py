@@ -3,8 +3,8 @@
 A row's opening writes all of it, and each step that samples counts its own token, so the
 next step finds the count right although the host does not know the token yet. How often a
 token was seen is a number for each token of the vocabulary and each row: 156 MB for 256
-rows of 151936 tokens. A list of the row's tokens would be smaller but had to be searched
-for every token; vLLM and others keep the same table.
+rows of 151936 tokens. A list of the row's tokens would be smaller, but each of the
+vocabulary's tokens would have to be sought in it.
 """
 
 import torch

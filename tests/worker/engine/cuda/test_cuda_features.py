@@ -34,8 +34,9 @@ EOS = 2
 ANY_RULE = StructuredOutput(StructureKind.REGEX, ".*")
 OPTIONS = CudaOptions(max_rows=8, token_budget=64, kv_pages=256)
 CONFIG = SchedulerConfig(token_budget=64, max_running=8, check_integrity=True)
-# Of a log-probability, between bfloat16 arithmetic and float32's.
-ROUNDING = 0.06
+# Of a log-probability, between bfloat16 arithmetic and float32's: logits between 4 and 8 are
+# 0.03 apart in bfloat16, and their hidden states are rounded in every layer.
+ROUNDING = 0.12
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +118,25 @@ def test_greedy_tokens_with_penalties_are_the_best_of_adjusted_logits(
     ]
     served = Server(engine, config=CONFIG).serve(*requests)
     for asked, given in zip(requests, served, strict=True):
-        prompt = asked.prompt_token_ids.tolist()
-        logits = logits_of(model, [*prompt, *given.token_ids])[len(prompt) - 1 :]
-        adjustment = RowAdjustment(penalised(asked))
-        for i, token in enumerate(given.token_ids):
-            values = logits[i].numpy().copy()
-            adjustment.apply(values, len(prompt) + i)
-            adjustment.count(token)
-            # One token counted late is a step of 0.7; rounding is far smaller.
-            assert values[token] > values.max() - 0.3
+        assert_best_of_adjusted(model, asked, given)
+
+
+def assert_best_of_adjusted(model: PreTrainedModel, asked: NewRequest, given: Served) -> None:
+    """Greedy tokens are the best of the reference's logits after penalties."""
+    prompt = asked.prompt_token_ids.tolist()
+    logits = logits_of(model, [*prompt, *given.token_ids])[len(prompt) - 1 :]
+    adjustment = RowAdjustment(penalised(asked))
+    for i, token in enumerate(given.token_ids):
+        values = logits[i].numpy().copy()
+        adjustment.apply(values, len(prompt) + i)
+        adjustment.count(token)
+        # One token counted late is a step of 0.7 or more; rounding is far smaller.
+        assert values[token] > values.max() - 0.3
 
 
 def penalised(asked: NewRequest) -> RowOpening:
     params, nothing = asked.sampling, np.empty(0, np.int32)
+    allowed = params.allowed_token_ids
     return RowOpening(
         row=0,
         token_ids=asked.prompt_token_ids,
@@ -139,7 +146,7 @@ def penalised(asked: NewRequest) -> RowOpening:
         presence_penalty=params.presence_penalty,
         bias_ids=nothing,
         bias_values=np.empty(0, np.float32),
-        allowed_ids=None,
+        allowed_ids=np.array(allowed, np.int32) if allowed else None,
         banned_ids=nothing,
         min_len=0,
     )
@@ -233,7 +240,11 @@ def test_logprobs_are_those_of_transformers(
 
 
 def test_graphs_change_nothing_of_what_features_give(engine: CudaEngine, folder: Path) -> None:
-    requests = [replace(one, logprobs=3) for one in varied()]
+    # Prefilled in one step and as long as each other, as many as the largest graph holds: no
+    # padding rows, whose number chooses the LM head's kernel.
+    requests = [
+        replace(one, logprobs=3, prompt_token_ids=one.prompt_token_ids[:8]) for one in varied()
+    ]
     with_graphs = Server(engine, config=CONFIG).serve(*requests)
     eager = opened(folder, replace(OPTIONS, graphs=False))
     try:
@@ -259,9 +270,8 @@ def test_features_survive_preemption(folder: Path, model: PreTrainedModel) -> No
         cramped.close()
     assert server.scheduler.load().preemptions > 0
     for asked, given in zip(requests, served, strict=True):
-        counts = np.bincount(given.token_ids, minlength=15)[11:15]
         # A count that was forgotten, or made twice, would favour another of the four.
-        assert counts.max() - counts.min() <= 2
+        assert_best_of_adjusted(model, asked, given)
         prompt = asked.prompt_token_ids.tolist()
         assert_logprobs(given.prompt_logprobs, prompt[1:], logits_of(model, prompt)[:-1], 1)
 
