@@ -18,7 +18,7 @@ from tests.faults.proxy import TcpProxy
 from tests.integration.pair import Client, Service, free_port, is_clean
 
 WORKER = (
-    *("--engine", "echo", "--echo-step-ms", "2", "--max-context", "1024"),
+    *("--engine", "echo", "--echo-step-ms", "2", "--max-context", "3072"),
     *("--max-running", "32", "--max-waiting", "64", "--kv-pages", "1536"),
     *("--heartbeat-timeout-s", "3", "--hang-timeout-s", "6"),
 )
@@ -26,7 +26,9 @@ GATEWAY = (
     *("--processes", "1", "--worker-silence-limit-s", "3"),
     *("--slow-reader-limit-s", "5", "--breaker-cool-down-s", "1"),
 )
-_SETTLE_TIMEOUT_S = 40.0
+_READY_TIMEOUT_S = 40.0
+# Less than a request takes that nobody waits for and that is not ended.
+_CLEAN_TIMEOUT_S = 4.0
 _MIB = 1 << 20
 
 
@@ -64,14 +66,19 @@ class Field:
         """Waits until every worker is ready, nothing runs or waits, every page is back, and a
         request is answered right. Raises AssertionError when that takes too long.
         """
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        deadline = time.monotonic() + _READY_TIMEOUT_S
         await self.repair()
+        is_ready = False
         while True:
             load = await self._ask(deadline)
+            workers = load.workers
+            if not is_ready and len(workers) == len(self.workers) and all(w.ready for w in workers):
+                is_ready = True
+                deadline = time.monotonic() + _CLEAN_TIMEOUT_S
             if (
-                load.live_requests == 0
-                and len(load.workers) == len(self.workers)
-                and all(worker.ready and is_clean(worker) for worker in load.workers)
+                is_ready
+                and load.live_requests == 0
+                and all(w.ready and is_clean(w) for w in workers)
             ):
                 break
             assert time.monotonic() < deadline, f"something was left behind: {load}"

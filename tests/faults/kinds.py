@@ -16,7 +16,7 @@ from shared.pb.tandem.worker.v1 import worker_pb2_grpc as worker_pb_grpc
 from tests.faults import frames
 from tests.faults.field import Field, engine_of
 from tests.faults.ledger import ALWAYS, Ledger, Status
-from tests.faults.load import Manner, connected, echo_request, random_prompt, send
+from tests.faults.load import Manner, connected, echo_request, endless_request, random_prompt, send
 from tests.integration.pair import MAX_MESSAGE_BYTES, Service
 
 GENERATE_STREAM = "/tandem.v1.InferenceService/GenerateStream"
@@ -175,7 +175,7 @@ async def disconnects(
                         return
                     await send(stub, Manner.LEAVES, ledger, rng)
                 # Closing the connections takes this one along.
-                stubs[0].GenerateStream(echo_request(random_prompt(rng)), timeout=20)
+                stubs[0].GenerateStream(endless_request(random_prompt(rng)), timeout=20)
                 ledger.end("CANCELLED")
                 await asyncio.sleep(rng.uniform(0, 0.02))
 

@@ -17,6 +17,9 @@ from tests.faults.ledger import Ledger, Status
 # Every request has a deadline; one that has not ended this long after it hangs.
 DEADLINE_S = 20.0
 HANG_MARGIN_S = 5.0
+# At two milliseconds a step these are five seconds.
+ENDLESS_TOKENS = 2500
+EOS = 2
 _PAUSE_AFTER_FAILURE_S = 0.03
 _CONNECTIONS = 4
 
@@ -45,6 +48,15 @@ def random_prompt(rng: random.Random, most: int = 200) -> list[int]:
     return [1000 + rng.randrange(4)] * rng.randint(1, 40) + [
         rng.randrange(1000, 20_000) for _ in range(rng.randint(1, most))
     ]
+
+
+def endless_request(prompt: list[int]) -> pb.GenerateRequest:
+    """Its answer is the prompt and then eos for seconds on end: one that nobody waits for and
+    that runs on all the same is seen."""
+    request = echo_request(prompt)
+    request.max_tokens = ENDLESS_TOKENS
+    request.stopping.ignore_eos = True
+    return request
 
 
 def echo_request(prompt: list[int]) -> pb.GenerateRequest:
@@ -124,7 +136,7 @@ async def _ask(
     try:
         answer = await stub.Generate(echo_request(prompt), timeout=deadline_s)
     except grpc.aio.AioRpcError as error:
-        ledger.end(error.code().name, error.details() or "")
+        ledger.end(_ending(error, Manner.UNARY), error.details() or "")
         return False
     (completion,) = answer.completions
     received = [*completion.token_ids, *completion.finished.trailing_token_ids]
@@ -141,7 +153,11 @@ async def _stream(
     rng: random.Random,
     deadline_s: float,
 ) -> bool:
-    call = stub.GenerateStream(echo_request(prompt), timeout=deadline_s)
+    if manner in (Manner.LEAVES, Manner.HURRIES):
+        call = stub.GenerateStream(endless_request(prompt), timeout=deadline_s)
+        prompt = prompt + [EOS] * (ENDLESS_TOKENS - len(prompt))
+    else:
+        call = stub.GenerateStream(echo_request(prompt), timeout=deadline_s)
     most_events = rng.randrange(6) if manner is Manner.LEAVES else 1 << 30
     received: list[int] = []
     num_events = num_finished = 0
@@ -160,7 +176,7 @@ async def _stream(
             if manner is Manner.DAWDLES and num_events < 30:
                 await asyncio.sleep(0.01)
     except grpc.aio.AioRpcError as error:
-        return _broken(error, prompt, received, num_finished, ledger)
+        return _broken(error, _ending(error, manner), prompt, received, num_finished, ledger)
     finally:
         call.cancel()
     ledger.check_echo(prompt, received, whole=bool(num_finished))
@@ -173,8 +189,15 @@ async def _stream(
     return True
 
 
+def _ending(error: grpc.aio.AioRpcError, manner: Manner) -> str:
+    """Its status; late, where nothing but the deadline ended a request that had time enough."""
+    is_late = error.code() is Status.DEADLINE_EXCEEDED and manner is not Manner.HURRIES
+    return "LATE" if is_late else error.code().name
+
+
 def _broken(
     error: grpc.aio.AioRpcError,
+    ending: str,
     prompt: list[int],
     received: list[int],
     num_finished: int,
@@ -188,5 +211,5 @@ def _broken(
     if error.code() is Status.CANCELLED:
         # Nobody here cancels a call that it still reads.
         ledger.violate(f"cancelled by the server: {error.details()}")
-    ledger.end(error.code().name, error.details() or "")
+    ledger.end(ending, error.details() or "")
     return False

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.field import Field, engine_of
 from tests.faults.ledger import Status
-from tests.faults.load import echo_request
+from tests.faults.load import echo_request, endless_request
 from tests.integration.pair import Client, rest_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -27,7 +27,7 @@ async def test_a_deadline_is_kept_while_a_process_is_frozen(frozen: str, field: 
             "workers": [worker.process.pid for worker in field.workers],
             "gateway": [field.gateway.process.pid],
         }[frozen]
-        call = client.stream(echo_request(PROMPT), timeout_s=0.7)
+        call = client.stream(endless_request(PROMPT), timeout_s=0.7)
         await call.read()
         await call.read()
         began = time.monotonic()
@@ -42,10 +42,8 @@ async def test_a_deadline_is_kept_while_a_process_is_frozen(frozen: str, field: 
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
         assert caught.value.code() is Status.DEADLINE_EXCEEDED
-    # Its rest, of nearly a second, is not run.
-    began = time.monotonic()
+    # Its rest, of seconds, is not run.
     await field.settle()
-    assert time.monotonic() - began < 10
 
 
 async def test_deadlines_that_end_in_the_queue_and_in_the_batch_are_all_told_in_time(

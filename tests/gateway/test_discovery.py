@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +19,7 @@ from gateway.discovery import (
 )
 from gateway.server import running_gateway
 from tests.answers import collect
+from tests.certificates import Authority
 from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.fake_worker import FakeWorker
 
@@ -40,10 +43,14 @@ class FakeDns:
 
 @asynccontextmanager
 async def gateway_with(
-    dns: FakeDns, *, workers: tuple[str, ...] = ("dns:///worker:50052",)
+    dns: FakeDns, *, workers: tuple[str, ...] = ("dns:///worker:50052",), **settings: Any
 ) -> AsyncIterator[GatewayUnderTest]:
     config = GatewayConfig(
-        listen="127.0.0.1:0", workers=workers, drain_grace_s=0.5, discovery_interval_s=POLL_S
+        listen="127.0.0.1:0",
+        workers=workers,
+        drain_grace_s=0.5,
+        discovery_interval_s=POLL_S,
+        **settings,
     )
     async with (
         running_gateway(config, resolver=dns) as running,
@@ -160,6 +167,22 @@ async def test_the_machines_resolver_finds_loopback() -> None:
     found = await SystemResolver().resolve(DnsName("localhost", 50052))
     assert found
     assert set(found) <= {"127.0.0.1:50052", "[::1]:50052"}
+
+
+async def test_a_worker_found_by_name_proves_itself_by_that_name(
+    tmp_path: Path, make_worker: MakeWorker
+) -> None:
+    authority = Authority(tmp_path)
+    async with make_worker(tls=authority.server("worker.internal")) as worker:
+        dns = FakeDns(worker.address)
+        name = "dns:///worker.internal:50052"
+        async with gateway_with(dns, workers=(name,), worker_tls_ca=str(authority.ca)) as gateway:
+            await gateway.until_ready(1)
+            assert (await gateway.collect(text("by name"))).text == "by name"
+        other = "dns:///other.internal:50052"
+        async with gateway_with(dns, workers=(other,), worker_tls_ca=str(authority.ca)) as gateway:
+            await gateway.until(lambda: dns.num_asked > 20)
+            assert gateway.running.router.num_ready == 0
 
 
 async def test_names_become_the_names_that_certificates_are_checked_for() -> None:

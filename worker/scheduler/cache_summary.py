@@ -8,7 +8,6 @@ from shared.prefix_hashes import (
     FINGERPRINT_BYTES,
     HASH_BYTES,
     between,
-    fingerprint,
     milestones,
     page_hashes,
     root_hash,
@@ -39,15 +38,15 @@ class CacheSummary:
             return None
         self._seen_ticks = self._tree.ticks
         self._pages_left = _MAX_HASHED_PAGES
-        told = self._collect()
-        encoded = b"".join(value.to_bytes(FINGERPRINT_BYTES, "little") for value in told)
+        encoded = b"".join(self._collect())
         if encoded == self._told:
             return None
         self._told = encoded
         return encoded
 
-    def _collect(self) -> list[int]:
-        told: dict[int, None] = {}
+    def _collect(self) -> list[bytes]:
+        """Fingerprints as they go on the wire."""
+        told: dict[bytes, None] = {}
         # Depth in pages at the end of each node that is done.
         depths: dict[Node, int] = {self._tree.root: 0}
         for leaf in self._tree.recently_used():
@@ -67,7 +66,7 @@ class CacheSummary:
                 depths[node] = end = start + len(node.pages)
                 for depth in (*between(self._milestones, start, end - 1), end):
                     first = (depth - start - 1) * HASH_BYTES
-                    told[fingerprint(node.hashes[first : first + HASH_BYTES])] = None
+                    told[node.hashes[first : first + FINGERPRINT_BYTES]] = None
                 if len(told) >= MAX_TOLD:
                     return list(told)[:MAX_TOLD]
         return list(told)
