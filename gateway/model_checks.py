@@ -66,7 +66,7 @@ def _check_something_goes_on(
     ending = set(request.stop.stop_token_ids)
     if not request.stop.ignore_eos:
         ending.update(model.eos_token_ids)
-    if (ending.issuperset(allowed)) if allowed else len(ending) >= model.vocab_size:
+    if ending.issuperset(allowed) if allowed else len(ending) >= model.vocab_size:
         raise InvalidArgumentError(
             "stopping.min_tokens",
             "every token that may be sampled ends the completion, so none can come before that",

@@ -3,8 +3,10 @@
 Everything here blocks and may take long: `gateway.encoding` calls it off the event loop.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +15,7 @@ import tokenizers
 from gateway.chat_template import ChatTemplate
 from gateway.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from gateway.length_proof import LengthProof
-from gateway.vocabulary import TokenTable, token_table
+from gateway.vocabulary import TokenTable, fallback_bytes, token_table
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -73,6 +75,25 @@ class NoTextError(Exception):
     """The model came without a tokenizer."""
 
 
+class TokenizerFaultError(Exception):
+    """The tokenizers library panicked: a fault of its own, or of the files."""
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Makes a panic of the tokenizers library an error like any other.
+
+    It comes as a BaseException, which those who end a failed request do not look for: the
+    call would never get a status.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as panic:
+        raise TokenizerFaultError(f"the tokenizers library panicked: {panic}") from panic
+
+
 def build_tokenizer(
     files: Mapping[str, bytes], vocab_size: int, limits: TemplateLimits
 ) -> Tokenizer:
@@ -88,12 +109,17 @@ class TextTokenizer:
     def __init__(self, files: Mapping[str, bytes], vocab_size: int, limits: TemplateLimits) -> None:
         config = json.loads(files.get(CONFIG_FILE) or b"{}")
         special_tokens = _special_tokens(config)
-        self._tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
+        with panics_as_errors():
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_FILE])
         # Left over from training; here every token counts, and none is made up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         document = json.loads(files[TOKENIZER_FILE])
-        self._table = token_table(document, vocab_size)
+        self._table = token_table(document, vocab_size, self._tokenizer.id_to_token)
+        self._fallback_bytes = fallback_bytes(document)
+        self._special_ids = {
+            added["id"] for added in document.get("added_tokens", ()) if added["special"]
+        }
         self._length_proof = LengthProof(document)
         self.chat_template = _chat_template(files, config, special_tokens, limits)
         self.bos_token_id: int | None = None
@@ -102,13 +128,18 @@ class TextTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Releases the GIL. The `fast` variant leaves out the offsets: a third less time.
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
+        with panics_as_errors():
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        if skip_special_tokens:
+            # The library looks for their content, and misses those that the normalizer changes.
+            token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
+        with panics_as_errors():
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def token_bytes(self, token_id: int) -> bytes:
         if self._table is not None:
@@ -123,9 +154,13 @@ class TextTokenizer:
             return ByteDetokenizer(self._table, skip_special_tokens=skip_special_tokens)
 
         def decode(token_ids: Sequence[int]) -> str:
-            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            return self.decode(token_ids, skip_special_tokens=False)
 
-        return WindowDetokenizer(decode)
+        def is_silent(token_id: int) -> bool:
+            is_left_out = skip_special_tokens and token_id in self._special_ids
+            return is_left_out or self._tokenizer.id_to_token(token_id) is None
+
+        return WindowDetokenizer(decode, is_silent, self._fallback_bytes)
 
 
 class NumberTokenizer:

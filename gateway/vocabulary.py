@@ -5,6 +5,7 @@ bytes; joining the bytes of a sequence and decoding them once is the whole of de
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,13 @@ class TokenTable:
     visible_texts: list[str | None]
 
 
-def token_table(document: dict[str, Any], vocab_size: int) -> TokenTable | None:
+def token_table(
+    document: dict[str, Any], vocab_size: int, id_to_token: Callable[[int], str | None]
+) -> TokenTable | None:
     """The table of a parsed tokenizer.json; None unless it is byte-level or metaspace.
 
+    `id_to_token` is the tokenizers library's, which knows what its decoder is given for an
+    added token: not always the content, the normalizer may have changed it.
     No leading space is taken off, although one-shot decoders of metaspace vocabularies do
     so: a completion goes on where its prompt ended.
     """
@@ -42,11 +47,26 @@ def token_table(document: dict[str, Any], vocab_size: int) -> TokenTable | None:
     for added in document.get("added_tokens", ()):
         if added["id"] >= vocab_size:
             continue
-        # Added tokens stand for themselves, whatever the model's alphabet.
-        pieces[added["id"]] = visible[added["id"]] = added["content"].encode()
+        piece = to_bytes(id_to_token(added["id"]) or "")
+        pieces[added["id"]] = visible[added["id"]] = piece
         if added["special"]:
             visible[added["id"]] = b""
     return TokenTable(pieces, [*map(_whole, pieces)], visible, [*map(_whole, visible)])
+
+
+def fallback_bytes(document: dict[str, Any]) -> dict[int, int]:
+    """Bytes by token id, of the `<0xNN>` tokens that the decoder joins to characters.
+
+    Empty unless all 256 are there: then every text can be spelled with them.
+    """
+    if not any(step["type"] == "ByteFallback" for step in _flatten(document.get("decoder"))):
+        return {}
+    found = {
+        token_id: int(match[1], 16)
+        for token, token_id in _vocabulary(document["model"])
+        if (match := _BYTE_TOKEN.fullmatch(token))
+    }
+    return found if len(set(found.values())) == 256 else {}
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -1,5 +1,7 @@
 """Tokenizers with random vocabularies, of the two kinds that most models have.
 
+And of one whose decoder has a step that the gateway does not know.
+
 Each comes with the bytes of its tokens, which are known from how it was made.
 """
 
@@ -8,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from gateway.tokenizer import TemplateLimits, TextTokenizer
 from gateway.vocabulary import byte_alphabet
 
-SPECIAL = ("<s>", "</s>", "<|im_end|>")
+# Whether they are normalized is told beside each: the normalizer changes what they read.
+SPECIAL = {"<s>": False, "</s>": True, "<|im_end|>": False}
 # Added, but text like any other.
-ORDINARY = ("<tool>", "<a b>")
+ORDINARY = {"<tool>": False, "<a b>": False, "<call>": True, "<b é>": True}
 
 # Characters of one to four bytes, some that share their first bytes, and the one that
 # stands for faults.
@@ -32,8 +35,12 @@ class Vocabulary:
     tokenizer: TextTokenizer = field(repr=False)
     pieces: list[bytes] = field(repr=False)
     special_ids: frozenset[int]
+    # What its normalizer puts before each text, and each token.
+    prefix: str = ""
     # Whether the library's decoder takes off a leading space.
-    takes_off_space: bool
+    takes_off_space: bool = False
+    # Whether the library's decoder gives up valid bytes beside invalid ones.
+    gives_up: bool = False
 
     def bytes_of(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[bytes]:
         """Of each token; of special ones nothing, when they are left out."""
@@ -59,11 +66,20 @@ def byte_level(seed: int) -> Vocabulary:
     )
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     built.decoder = decoders.ByteLevel()
-    return _vocabulary(built, list(pieces), takes_off_space=False)
+    return _vocabulary(built, list(pieces))
 
 
 def metaspace(seed: int) -> Vocabulary:
     """Words with a stand-in for the space, and a token for each byte of all other text."""
+    return _metaspace(seed, decoders.Strip(" ", 1, 0), takes_off_space=True)
+
+
+def unknown_decoder(seed: int) -> Vocabulary:
+    """The same, but for a last step that no table can take; it does nothing to these texts."""
+    return _metaspace(seed, decoders.Replace(Regex("z{99}"), ""), takes_off_space=False)
+
+
+def _metaspace(seed: int, last_step: decoders.Decoder, *, takes_off_space: bool) -> Vocabulary:
     draw = random.Random(seed)
     # Real ones all have the space; as bytes, its stand-in would be a character of its own.
     words = {" ": None}
@@ -80,11 +96,11 @@ def metaspace(seed: int) -> Vocabulary:
             decoders.Replace(_SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
+            last_step,
         ]
     )
     pieces = [b"<unk>", *_BYTES, *(word.encode() for word in words)]
-    return _vocabulary(built, pieces, takes_off_space=True)
+    return _vocabulary(built, pieces, " ", takes_off_space=takes_off_space, gives_up=True)
 
 
 def _text(draw: random.Random) -> str:
@@ -101,16 +117,31 @@ def _bpe(tokens: Sequence[str], first: Sequence[str] = ()) -> models.BPE:
 
 
 def _vocabulary(
-    built: tokenizers.Tokenizer, pieces: Sequence[bytes], *, takes_off_space: bool
+    built: tokenizers.Tokenizer,
+    pieces: Sequence[bytes],
+    prefix: str = "",
+    *,
+    takes_off_space: bool = False,
+    gives_up: bool = False,
 ) -> Vocabulary:
-    built.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    built.add_tokens([AddedToken(token, special=False, normalized=False) for token in ORDINARY])
-    whole = [*pieces, *(token.encode() for token in (*SPECIAL, *ORDINARY))]
+    built.add_special_tokens(
+        [AddedToken(token, special=True, normalized=SPECIAL[token]) for token in SPECIAL]
+    )
+    built.add_tokens(
+        [AddedToken(token, special=False, normalized=ORDINARY[token]) for token in ORDINARY]
+    )
+    added = [
+        (prefix if is_normalized else "") + token
+        for token, is_normalized in (SPECIAL | ORDINARY).items()
+    ]
+    whole = [*pieces, *(token.encode() for token in added)]
     assert built.get_vocab_size() == len(whole)
     files = {"tokenizer.json": built.to_str().encode()}
     return Vocabulary(
         tokenizer=TextTokenizer(files, len(whole), TemplateLimits()),
         pieces=whole,
         special_ids=frozenset(range(len(pieces), len(pieces) + len(SPECIAL))),
+        prefix=prefix,
         takes_off_space=takes_off_space,
+        gives_up=gives_up,
     )

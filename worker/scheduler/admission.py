@@ -52,11 +52,11 @@ def check_request(new: NewRequest, info: EngineInfo, eos_token_ids: Collection[i
 
 def _check_something_is_left(new: NewRequest, eos_token_ids: Collection[int]) -> None:
     """Of the allowed ids, one at least must not be banned until min_tokens are sampled."""
-    allowed = set(new.sampling.allowed_token_ids)
+    allowed = new.sampling.allowed_token_ids
     if not allowed or not new.min_tokens:
         return
     banned = {*new.stop_token_ids, *(() if new.ignore_eos else eos_token_ids)}
-    if allowed <= banned:
+    if banned.issuperset(allowed):
         raise InvalidArgumentError(
             "sampling.allowed_token_ids",
             "all of them would end the completion, which min_tokens forbids",

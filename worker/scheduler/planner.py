@@ -137,11 +137,10 @@ class Planner:
         extend_lens = np.ones(len(rows), np.int32)
         extend_lens[num_decode:] = [extend for _, extend in chunks]
         cached_lens = state.computed_lens[rows]
+        starts = cached_lens[num_decode:].tolist()
         parts = [
             state.token_ids[request.row, start : start + extend]
-            for (request, extend), start in zip(
-                chunks, cached_lens[num_decode:].tolist(), strict=True
-            )
+            for (request, extend), start in zip(chunks, starts, strict=True)
         ]
         computed = cached_lens + extend_lens
         # Only an unfinished chunk leaves tokens that are there to be computed.
@@ -163,7 +162,6 @@ class Planner:
             openings = features.take_openings()
             adjusted = features.adjusted(rows, samples, computed)
             masked = features.masked(rows, samples)
-            starts = cached_lens[num_decode:].tolist()
             logprobs = features.logprobs(rows, samples, chunks=chunks, starts=starts)
         return StepPlan(
             step_id=step_id,
