@@ -30,7 +30,8 @@ class Started:
 class Delta(NamedTuple):
     """More text, never empty."""
 
-    index: int
+    # In place of tuple.index, which nobody calls on one.
+    index: int  # type: ignore[assignment]
     text: str
     token_ids: list[int]
     # One to one with the tokens; None: not asked for.
