@@ -24,6 +24,8 @@ class Round:
     # Pages that are free or cached, and of how many, over all workers.
     pages_back: int
     pages_total: int
+    # Over all workers, since each of them began.
+    preemptions: int
     memory_mib: Mapping[tuple[str, int], float]
 
 
@@ -52,5 +54,6 @@ async def run_round(
         settle_s=time.monotonic() - began,
         pages_back=sum(worker.pages_free + worker.pages_cached for worker in loads),
         pages_total=sum(worker.pages_total for worker in loads),
+        preemptions=sum(worker.preemptions for worker in loads),
         memory_mib=field.memory_mib(),
     )

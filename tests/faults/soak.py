@@ -87,6 +87,7 @@ class Soak:
             "faults": dict(sorted(Counter(r.kind for r in self.rounds).items())),
             "disconnects": self.num_disconnects,
             "settle_max_s": round(max((r.settle_s for r in self.rounds), default=0.0), 2),
+            "preemptions_max": max((r.preemptions for r in self.rounds), default=0),
             "rss_start_mib": round(self.start_mib, 1),
             "rss_end_mib": round(sum(self.last_mib.values()), 1),
             "pages": f"{last.pages_back} of {last.pages_total}" if last else "",
@@ -124,7 +125,8 @@ async def _run(services: Field, state: Soak, length_s: float, progress: Progress
     order = list(KINDS)
     rng.shuffle(order)
     index = 0
-    while time.monotonic() < until:
+    # One at least, however long the disconnects took.
+    while not index or time.monotonic() < until:
         kind = order[index] if index < len(order) else rng.choice(KINDS)
         index += 1
         _show(progress, shown, kind.name, state, length_s - (until - time.monotonic()))

@@ -1,6 +1,6 @@
 """`make load`: starts a worker and a gateway, loads them with ghz, and writes a report.
 
-    python -m tests.load             the built-in model on the CPU, about three minutes
+    python -m tests.load             the built-in model on the CPU, about two minutes
     python -m tests.load --echo      the echo engine: what the services cost without a model
     python -m tests.load --quick     a second for each run, with --echo for CI
 
