@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from shared.types import FinishReason
 from tests.worker.structured.vocabulary import EOS_IDS, decode
 from worker.engine_loop import EngineLoop
-from worker.messages import (
+from worker.messages import CachedPrefixes, (
     Command,
     Event,
     Failed,
@@ -67,6 +67,8 @@ def run(
     commands = _Commands(requests)
 
     def emit(event: Event) -> None:
+        if isinstance(event, CachedPrefixes):
+            return
         assert isinstance(event, StepOutput), event
         outcome.load = event.load
         for uid, token in zip(event.uids.tolist(), event.token_ids.tolist(), strict=True):
