@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from shared.types import FinishReason
 from tests.worker.structured.vocabulary import EOS_IDS, decode
 from worker.engine_loop import EngineLoop
-from worker.messages import CachedPrefixes, (
+from worker.messages import (
+    CachedPrefixes,
     Command,
     Event,
     Failed,
