@@ -15,6 +15,10 @@ CONNECT_TIMEOUT_MS = 5_000
 MIN_RECV_PING_INTERVAL_MS = 10_000
 # Then a client is told to connect again; its calls go on over the old connection to their end.
 SHARED_CONNECTION_AGE_MS = 600_000
+# Calls that came in one burst and that the loop has yet to look at. Beyond a thousand gRPC
+# would cancel some at random, which tells their clients neither why nor to come back; the
+# services refuse in their own words what is too much.
+MAX_PENDING_CALLS = 1 << 16
 
 
 def server_options(
@@ -31,6 +35,8 @@ def server_options(
         *_message_caps(max_message_bytes),
         ("grpc.so_reuseport", int(reuse_port)),
         *(spreading if reuse_port else ()),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_RECV_PING_INTERVAL_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # Finds frozen peers; the kernel finds dead ones.

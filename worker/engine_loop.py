@@ -325,7 +325,8 @@ class EngineLoop:
         output = self._scheduler.drain_output(now)
         if output is not None:
             self._emit(output)
-        elif now - self._emitted_at >= _HEARTBEAT_S:
+        elif now - self._emitted_at >= _HEARTBEAT_S or self._is_newly_idle:
+            # When the last request is dropped or leaves its pages, nothing else says so.
             self._emit(Heartbeat(self._scheduler.load()))
         self._answer_traces(now)
 
@@ -336,6 +337,10 @@ class EngineLoop:
         fingerprints = self._scheduler.cached_prefixes()
         if fingerprints is not None:
             self._emit(CachedPrefixes(fingerprints))
+
+    @property
+    def _is_newly_idle(self) -> bool:
+        return self._scheduler.is_idle and not self._was_idle
 
     def _answer_traces(self, now: float) -> None:
         for trace in list(self._traces):

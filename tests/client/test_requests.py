@@ -181,6 +181,16 @@ def test_what_no_message_can_hold_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("request_id", "error"), [(5, TypeError), (["a"], TypeError), ("\ud800", ValueError)]
+)
+def test_an_id_that_no_message_can_hold_is_refused_by_name(
+    request_id: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="request_id: "):
+        generate_request("hi", request_id, 1, {})
+
+
+@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ({"role": "user", "content": "Hi"}, "a chat is a list"),

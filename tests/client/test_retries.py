@@ -1,6 +1,7 @@
 """What may pass is tried again, until there was text, and never for longer than was asked."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -253,8 +254,9 @@ def test_a_timeout_is_above_zero(timeout_s: float) -> None:
         Attempts(RetryPolicy(), timeout_s)
 
 
-def test_an_endless_timeout_is_none() -> None:
-    assert Attempts(RetryPolicy(), float("inf")).remaining_s() is None
+@pytest.mark.parametrize("timeout_s", [float("inf"), threading.TIMEOUT_MAX, 1e300])
+def test_an_endless_timeout_is_none(timeout_s: float) -> None:
+    assert Attempts(RetryPolicy(), timeout_s).remaining_s() is None
 
 
 @pytest.mark.parametrize("fields", [{"max_retries": -1}, {"first_wait_s": -1}, {"first_wait_s": 9}])

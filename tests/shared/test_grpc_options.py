@@ -55,6 +55,19 @@ def test_both_sides_have_the_same_message_cap_in_both_directions() -> None:
         assert dict(options)["grpc.max_send_message_length"] == 123
 
 
+async def test_a_burst_of_calls_is_answered_to_the_last() -> None:
+    server = grpc.aio.server(options=server_options())
+    await Readiness().attach(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Check(health_pb2.HealthCheckRequest()) for _ in range(3500)]
+        codes = {await call.code() for call in calls}
+    await server.stop(None)
+    assert codes == {grpc.StatusCode.OK}
+
+
 async def test_a_server_that_is_slow_to_say_hello_is_waited_for() -> None:
     server = grpc.aio.server()
     await Readiness().attach(server)

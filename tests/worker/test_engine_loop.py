@@ -9,10 +9,14 @@ import pytest
 
 from shared.errors import Code, EngineError
 from shared.types import FinishReason
+from tests.fakes import FakeEngine, echo_model
 from tests.worker.running_loop import Running, failed, finished
+from worker.engine_loop import EngineLoop
 from worker.messages import (
     Abort,
     CacheFlushed,
+    Command,
+    Event,
     Fatal,
     FlushCache,
     Heartbeat,
@@ -23,6 +27,9 @@ from worker.messages import (
     Trace,
     Traced,
 )
+from worker.scheduler.config import SchedulerConfig
+from worker.scheduler.scheduler import Scheduler
+from worker.step import EngineInfo
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "serial"])
@@ -170,6 +177,43 @@ def test_an_idle_loop_beats_and_sleeps(running: Running) -> None:
         assert isinstance(event, Heartbeat)
         assert event.load.pages_free == 64
     assert running.engine.log == []
+
+
+class _Script:
+    """Commands one a turn, and Stop a few turns later, all long before a beat is due."""
+
+    def __init__(self, *commands: Command) -> None:
+        self._waiting: list[Command | None] = [*commands, *[None] * 5, Stop()]
+
+    def poll(self, timeout: float) -> bool:
+        if self._waiting[0] is None:
+            self._waiting.pop(0)
+            return False
+        return True
+
+    def recv(self) -> Command:
+        command = self._waiting.pop(0)
+        assert command is not None
+        self._waiting.insert(0, None)
+        return command
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_load_is_told_when_the_last_request_is_dropped(overlap: bool) -> None:
+    info = EngineInfo(num_pages=64, page_size=4, max_rows=8, max_context=64, vocab_size=100)
+    events: list[Event] = []
+    loop = EngineLoop(
+        Scheduler(SchedulerConfig(), info, (0,)),
+        FakeEngine(info, echo_model(0)),
+        _Script(Submit(NewRequest(1, np.array([5] * 30, np.int32), 30)), Abort((1,), report=False)),
+        events.append,
+        overlap=overlap,
+    )
+    loop.run()
+    assert any(isinstance(event, StepOutput) and event.load.running for event in events)
+    last = events[-1]
+    assert isinstance(last, Heartbeat)
+    assert last.load.running == last.load.pages_held == 0
 
 
 def test_load_comes_with_each_output(running: Running) -> None:

@@ -54,7 +54,8 @@ def generate_request(
     Whether the values make sense is for the server to say.
     """
     given = _given(options, _KNOWN)
-    request = pb.GenerateRequest(request_id=request_id)
+    request = pb.GenerateRequest()
+    _assign(request, "request_id", request_id)
     if n != 1:
         _assign(request, "n", n)
     _set_prompt(request, prompt, given)

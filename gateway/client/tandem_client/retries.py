@@ -4,7 +4,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 
 from tandem_client.errors import (
     AlreadyExistsError,
@@ -35,6 +34,9 @@ class RetryPolicy:
             )
 
 
+# 30 years. To gRPC, a deadline in some centuries has passed already.
+_FOR_EVER_S = 1e9
+
 DEFAULT_RETRIES = RetryPolicy()
 NO_RETRIES = RetryPolicy(max_retries=0)
 
@@ -53,8 +55,10 @@ class Attempts:
             raise ValueError(f"timeout_s: must be above 0, got {timeout_s:g}")
         self._policy = policy
         self._now = now
-        # Infinity, too, is a deadline that never comes; gRPC takes only None for that.
-        self._deadline = None if timeout_s in (None, inf) else now() + timeout_s
+        # A deadline that never comes; gRPC takes only None for that.
+        self._deadline = (
+            None if timeout_s is None or timeout_s >= _FOR_EVER_S else now() + timeout_s
+        )
         self._num_retries = 0
         self._next_wait_s = policy.first_wait_s
 
