@@ -10,20 +10,22 @@ from typing import Any
 
 from gateway.request import OutputOptions, StopRules
 from shared.errors import InvalidArgumentError
+from shared.limits import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_STRUCTURE_BYTES,
+)
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.types import SamplingParams, StructuredOutput, StructureKind
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 256
-MAX_PENALTY = 2.0
-MAX_LOGIT_BIASES = 1024
-MAX_LOGIT_BIAS = 100.0
 # More than any vocabulary has. On the event loop, so many take some 0.1 s.
 MAX_ALLOWED_TOKEN_IDS = 1 << 19
-MAX_LOGPROBS = 20
-MAX_STRUCTURE_BYTES = 64 << 10
-MAX_CHOICES = 1024
 
 _TEXT_KINDS = {
     "json_schema": StructureKind.JSON_SCHEMA,

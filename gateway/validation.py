@@ -14,11 +14,10 @@ from gateway.option_checks import (
 )
 from gateway.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 from shared.errors import InvalidArgumentError
+from shared.limits import MAX_COMPLETIONS, MAX_REQUEST_ID_BYTES
 from shared.pb.tandem.v1 import inference_pb2 as pb
 
-MAX_REQUEST_ID_BYTES = 128
 MAX_CACHE_SALT_BYTES = 256
-MAX_COMPLETIONS = 8
 # More than any context that is served. Python reads a million in some 40 ms.
 MAX_TOKEN_IDS = 1 << 20
 MAX_CHAT_MESSAGES = 1 << 14

@@ -12,6 +12,16 @@ from typing import Literal, cast
 import numpy as np
 
 from shared.errors import InvalidArgumentError, ServingError, UnimplementedError
+from shared.limits import (
+    MAX_CHOICES,
+    MAX_COMPLETIONS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REQUEST_ID_BYTES,
+    MAX_STRUCTURE_BYTES,
+)
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.types import SamplingParams, StructuredOutput, StructureKind
 from worker.messages import Failed, Finished, Load, NewRequest, Started, TokenLogprobs
@@ -19,15 +29,8 @@ from worker.step import BoolArray, EngineInfo, Int32Array
 
 HANDLE_BITS = 32
 HANDLE_MASK = (1 << HANDLE_BITS) - 1
-MAX_REQUEST_ID_BYTES = 128
-MAX_COMPLETIONS = 8
 # As much of a client's name as tells clients apart.
 MAX_CLIENT_CHARS = 128
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIASES = 1024
-MAX_BIAS = 100.0
-MAX_CHOICES = 1024
-MAX_STRUCTURE_BYTES = 64 * 1024
 
 
 def uid_of(link_id: int, handle: int) -> int:
@@ -71,8 +74,8 @@ def to_sampling_params(sampling: pb.SamplingParams, vocab_size: int) -> Sampling
     _check_range("top_p", sampling.top_p, 0, 1, is_low_open=True)
     _check_range("min_p", sampling.min_p, 0, 1)
     _check_range("repetition_penalty", sampling.repetition_penalty, 0, math.inf, is_low_open=True)
-    _check_range("frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _check_range("presence_penalty", sampling.presence_penalty, -2, 2)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("presence_penalty", sampling.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     return SamplingParams(
         temperature=sampling.temperature,
         # More than any vocabulary has: all of it, and within the engine's int32.
@@ -275,10 +278,10 @@ def _to_logit_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[in
         )
     _to_token_ids(field, bias, vocab_size)
     for token_id, value in bias.items():
-        if not (math.isfinite(value) and abs(value) <= MAX_BIAS):
+        if not (math.isfinite(value) and abs(value) <= MAX_LOGIT_BIAS):
             raise InvalidArgumentError(
                 field,
-                f"must be a finite number in [{-MAX_BIAS:g}, {MAX_BIAS:g}], "
+                f"must be a finite number in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], "
                 f"got {value:g} for token id {token_id}",
             )
     # In order of the ids: a protobuf map has none of its own.
@@ -334,5 +337,6 @@ def _check_range(
     if not is_inside:
         left = "(" if is_low_open else "["
         raise InvalidArgumentError(
-            f"sampling.{name}", f"must be a finite number in {left}{low}, {high}], got {value:g}"
+            f"sampling.{name}",
+            f"must be a finite number in {left}{low:g}, {high:g}], got {value:g}",
         )

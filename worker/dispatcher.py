@@ -21,13 +21,13 @@ from shared.errors import (
     ServingError,
     UnavailableError,
 )
+from shared.limits import MAX_COMPLETIONS
 from shared.metrics import WorkerMetrics
 from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.tracing import Tracer
 from worker.convert import (
     HANDLE_BITS,
-    MAX_COMPLETIONS,
     to_failure,
     to_load_response,
     to_new_request,
