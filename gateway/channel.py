@@ -57,8 +57,7 @@ class RequestChannel:
     def __init__(self, handle: int, abort: Callable[[int], None]) -> None:
         self.handle = handle
         self.token_ids: list[int] = []
-        # One to one with the tokens, and perhaps one more for the token that ended the
-        # request. None: none came.
+        # One to one with the tokens, and here before them. None: none came.
         self.logprobs: LogprobsBuffer | None = None
         self.prompt_logprobs: LogprobsBuffer | None = None
         self.started: WorkerStarted | None = None
