@@ -77,8 +77,10 @@ async def test_a_name_that_is_not_the_address_can_be_given(tmp_path: Path) -> No
 
 
 async def test_a_client_in_the_clear_does_not_get_in(tmp_path: Path) -> None:
-    async with served(Authority(tmp_path).server()) as address:
+    authority = Authority(tmp_path)
+    async with served(authority.server()) as address:
         await refusal(address, None)
+        assert await call(address, ClientTls(authority.ca)) == b"x"
 
 
 async def test_a_server_of_another_authority_is_not_believed(tmp_path: Path) -> None:
@@ -107,9 +109,12 @@ async def test_mutual_tls_lets_in_whom_the_authority_has_signed_and_nobody_else(
 
 async def test_an_expired_client_certificate_does_not_get_in(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    cert, key = authority.issue("client.test", to="client", is_expired=True)
+    expired = ClientTls(authority.ca, *authority.issue("a.test", to="expired", is_expired=True))
+    valid = ClientTls(authority.ca, *authority.issue("a.test", to="valid"))
     async with served(authority.server(client_ca=authority.ca)) as address:
-        await refusal(address, ClientTls(authority.ca, cert, key))
+        await refusal(address, expired)
+        # Its dates alone are what keeps the other out.
+        assert await call(address, valid) == b"x"
 
 
 async def test_a_new_certificate_is_used_from_the_next_connection_on(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ async def test_a_file_is_read_at_once_when_asked_for(tmp_path: Path) -> None:
         path.write_text("second")
         store.look_again()
         await until_known(store, "second")
+        assert store.client_of("second") == f"sha256-{digest_of('second')[:8]}"
+        assert store.client_of("first") is None
 
 
 async def test_a_broken_file_leaves_the_former_tokens_and_is_told_once(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ def test_a_wake_after_the_end_does_nothing() -> None:
     ours, theirs = multiprocessing.Pipe()
     channel = WakeableChannel(theirs)
     channel.close()
+    # It gets the numbers of the pipe that was closed.
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     channel.wake()
-    theirs.close()
-    ours.close()
+    assert not receiver.poll(0)
+    for end in (receiver, sender, theirs, ours):
+        end.close()

@@ -109,15 +109,20 @@ def test_a_preempted_request_is_ahead_of_every_client() -> None:
         info=engine_info(num_pages=16, page_size=4),
         config=SchedulerConfig(headroom_tokens=0, max_running=3),
         eos=(),
+        overlap=False,
     )
     running = [driver.submit([n] * 12, 40, client="running") for n in (1, 2, 3)]
     driver.turns(3)
     waiting = [driver.submit([n] * 4, 4, client="waiting") for n in (4, 5, 6, 7)]
     while not driver.scheduler.load().preemptions:
         driver.turn()
+    preempted, tokens_before = running[-1], len(driver.tokens(running[-1]))
+    assert 0 < tokens_before < len(driver.tokens(running[0]))
+    while len(driver.tokens(preempted)) == tokens_before:
+        assert not starts(driver).keys() & set(waiting), "a client's turn came first"
+        driver.turn()
     driver.run()
-    ended = {uid: driver.outcomes[uid].finished for uid in (*running, *waiting)}
-    assert all(ended.values())
+    assert starts(driver).keys() >= set(waiting)
     assert all(len(driver.tokens(uid)) == 40 for uid in running)
 
 
