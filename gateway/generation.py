@@ -10,7 +10,7 @@ from gateway.completion import Completion, CompletionParams, Event
 from gateway.encoding import PromptEncoder
 from gateway.live_requests import AbortedEarlyError, LiveRequest, LiveRequests
 from gateway.merging import PromptSharing, merged
-from gateway.model_checks import check_model, check_prompt_logprobs, check_tokens, max_tokens
+from gateway.model_checks import check_logprobs, check_model, check_tokens, max_tokens
 from gateway.outlet import Outlet
 from gateway.request import GenerationRequest, OutputOptions, Submission
 from gateway.router import Router
@@ -74,14 +74,9 @@ class Generator:
             except AbortedEarlyError:
                 yield self._aborted_early(_Job(request, model, [], 0, arrival))
                 return
-            check_prompt_logprobs(request, len(prompt_ids))
-            job = _Job(
-                request,
-                model,
-                prompt_ids,
-                max_tokens(request, len(prompt_ids), model.info),
-                arrival,
-            )
+            most = max_tokens(request, len(prompt_ids), model.info)
+            check_logprobs(request, len(prompt_ids), most)
+            job = _Job(request, model, prompt_ids, most, arrival)
             if request.num_completions == 1:
                 async with aclosing(self._complete(job, 0, live, outlet=outlet)) as events:
                     yield events

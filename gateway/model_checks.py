@@ -6,8 +6,9 @@ from gateway.request import GenerationRequest
 from gateway.served_model import ModelInfo
 from shared.errors import InvalidArgumentError, NotFoundError
 
-# Of a prompt's tokens and the likeliest beside them: some 10 MB of one message.
-MAX_PROMPT_LOGPROBS = 1 << 18
+# Of tokens and the likeliest beside them: some 10 MB of one message, of which a unary answer
+# may have twice as much, for the prompt and for the completions.
+MAX_LOGPROB_ENTRIES = 1 << 18
 
 
 def check_model(name: str, served: ModelInfo) -> None:
@@ -46,17 +47,20 @@ def max_tokens(request: GenerationRequest, num_prompt_tokens: int, model: ModelI
     return resolved
 
 
-def check_prompt_logprobs(request: GenerationRequest, num_prompt_tokens: int) -> None:
-    """Raises where they would not fit in a message."""
-    num_top = request.output.prompt_logprobs
-    if num_top is None:
-        return
-    count = num_prompt_tokens * (num_top + 1)
-    if count > MAX_PROMPT_LOGPROBS:
-        raise InvalidArgumentError(
-            "output.prompt_logprobs",
-            f"prompt tokens times {num_top + 1} must be at most {MAX_PROMPT_LOGPROBS}, got {count}",
+def check_logprobs(request: GenerationRequest, num_prompt_tokens: int, max_tokens: int) -> None:
+    """Raises where those of the prompt, or all of a unary answer, would not fit in a message.
+
+    Both numbers of tokens are the resolved ones. A stream may tell any number, by and by.
+    """
+    output = request.output
+    if output.prompt_logprobs is not None:
+        _check_num_entries(
+            "output.prompt_logprobs", "prompt tokens", num_prompt_tokens, output.prompt_logprobs
         )
+    if output.logprobs is not None and request.is_unary:
+        num_tokens = request.num_completions * max_tokens
+        what = "in a unary call, n times max_tokens"
+        _check_num_entries("output.logprobs", what, num_tokens, output.logprobs)
 
 
 def _check_something_goes_on(
@@ -70,6 +74,14 @@ def _check_something_goes_on(
         raise InvalidArgumentError(
             "stopping.min_tokens",
             "every token that may be sampled ends the completion, so none can come before that",
+        )
+
+
+def _check_num_entries(field: str, what: str, num_tokens: int, num_top: int) -> None:
+    count = num_tokens * (num_top + 1)
+    if count > MAX_LOGPROB_ENTRIES:
+        raise InvalidArgumentError(
+            field, f"{what} times {num_top + 1} must be at most {MAX_LOGPROB_ENTRIES}, got {count}"
         )
 
 

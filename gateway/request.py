@@ -75,6 +75,8 @@ class GenerationRequest:
     output: OutputOptions = field(default_factory=OutputOptions)
     structured_output: StructuredOutput | None = None
     num_completions: int = 1
+    # Answered by one message, not by a stream of them.
+    is_unary: bool = False
     # Keep the prompt's last so many tokens; None: all.
     truncate_prompt_tokens: int | None = None
     priority: int = 0

@@ -188,12 +188,17 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         observation: Observation,
         outlet: Outlet | None = None,
     ) -> AsyncIterator[AsyncIterator[Event]]:
-        """The events of a generation; leaving the block early aborts it."""
+        """The events of a generation; leaving the block early aborts it.
+
+        A unary call has no outlet.
+        """
         arrived_at = time.monotonic()
         request_id = checked_request_id(request.request_id)
         await context.send_initial_metadata((("x-request-id", request_id),))
         observation.request_id = request_id
-        checked = generation_request(request, request_id, observation.traceparent)
+        checked = generation_request(
+            request, request_id, observation.traceparent, is_unary=outlet is None
+        )
         timeout_s = self._timeout_s(context)
         arrival = Arrival(arrived_at, timeout_s)
         with request_logging(request_id):

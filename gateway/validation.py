@@ -28,7 +28,7 @@ _JsonT = TypeVar("_JsonT", list[Any], dict[str, Any])
 
 
 def generation_request(
-    request: pb.GenerateRequest, request_id: str, traceparent: str = ""
+    request: pb.GenerateRequest, request_id: str, traceparent: str = "", *, is_unary: bool = False
 ) -> GenerationRequest:
     """Checks what can be checked without the model. Raises InvalidArgumentError."""
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
@@ -51,6 +51,7 @@ def generation_request(
         output=output_options(request.output),
         structured_output=structured_output(request),
         num_completions=num_completions,
+        is_unary=is_unary,
         truncate_prompt_tokens=_positive(request, "truncate_prompt_tokens"),
         priority=request.priority,
         cache_salt=request.cache_salt,

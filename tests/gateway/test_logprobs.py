@@ -9,7 +9,7 @@ import pytest
 from gateway.tokenizer import TextTokenizer
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
-from tests.answers import collect, violated_fields
+from tests.answers import collect, collect_all, violated_fields
 from tests.gateway.client import text
 from tests.gateway.conftest import StartGateway
 from tests.gateway.fake_worker import EOS, FakeWorker
@@ -283,6 +283,42 @@ async def test_more_than_fit_in_a_message_are_refused(
         request.max_tokens = 1
         answer = await gateway.collect(request)
     assert len(answer.started.prompt_logprobs) == 11999
+
+
+async def test_a_unary_call_for_more_than_fit_in_its_answer_is_refused_before_any_work(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[100]),
+        n=2,
+        max_tokens=10_000,
+        output=pb.OutputOptions(logprobs=20),
+    )
+    async with make_worker(max_context=1 << 16) as worker, start_gateway(worker) as gateway:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await gateway.stub.Generate(request)
+        assert violated_fields(caught.value) == ["output.logprobs"]
+        assert "at most 262144, got 420000" in (caught.value.details() or "")
+        assert not worker.requests
+        # As many by a stream, or half as many.
+        streamed = await collect_all(gateway.stream(request))
+        request.n = 1
+        answer = await gateway.stub.Generate(request)
+    assert [told(one.logprobs) for one in streamed] == [[100], [100]]
+    assert told(answer.completions[0].logprobs) == [100]
+
+
+async def test_tokens_that_the_context_has_no_room_for_do_not_count(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[100]),
+        max_tokens=1 << 30,
+        output=pb.OutputOptions(logprobs=20),
+    )
+    async with make_worker(max_context=256) as worker, start_gateway(worker) as gateway:
+        answer = await gateway.stub.Generate(request)
+    assert told(answer.completions[0].logprobs) == [100]
 
 
 async def test_a_model_without_a_tokenizer_tells_numbers(
