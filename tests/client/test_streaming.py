@@ -27,7 +27,7 @@ from tandem_client import (
     UnauthenticatedError,
     UnavailableError,
 )
-from tests.client.callers import Caller, StreamCaller, collect
+from tests.client.callers import AsyncCaller, Caller, StreamCaller, SyncCaller, collect
 from tests.client.conftest import MakeCaller
 from tests.client.scripted_server import ScriptedServer, delta, finished, started
 from tests.gateway.conftest import StartGateway
@@ -128,32 +128,41 @@ async def test_leaving_a_stream_frees_its_request(
             await gateway.until_idle()
 
 
-def read_to_first_text(address: str) -> None:
-    with Client(address) as client, client.stream("x") as stream:
+def first_text_of_a_block(client: Client) -> Stream:
+    with client.stream("x") as stream:
         assert isinstance(stream, Stream)
         next(event for event in stream if isinstance(event, Delta))
+    return stream
 
 
-async def read_to_first_text_async(address: str) -> None:
-    async with AsyncClient(address) as client, client.stream("x") as stream:
+async def first_text_of_an_async_block(client: AsyncClient) -> AsyncStream:
+    async with client.stream("x") as stream:
         assert isinstance(stream, AsyncStream)
-        async for event in stream:
-            if isinstance(event, Delta):
-                return
+        while not isinstance(await anext(stream), Delta):
+            pass
+    return stream
 
 
-@pytest.mark.parametrize("kind", ["sync", "async"])
+async def first_text_of_any_block(caller: Caller) -> Stream | AsyncStream:
+    """The stream of a block that was left after the first text."""
+    if isinstance(caller, SyncCaller):
+        return await asyncio.to_thread(first_text_of_a_block, caller.client)
+    assert isinstance(caller, AsyncCaller)
+    return await first_text_of_an_async_block(caller.client)
+
+
 async def test_leaving_the_block_of_a_stream_frees_its_request(
-    make_worker: MakeWorker, start_gateway: StartGateway, kind: str
+    make_worker: MakeWorker, start_gateway: StartGateway, make_caller: MakeCaller
 ) -> None:
     async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with asyncio.TaskGroup() as tasks:
-            if kind == "sync":
-                tasks.create_task(asyncio.to_thread(read_to_first_text, gateway.address))
-            else:
-                tasks.create_task(read_to_first_text_async(gateway.address))
+        async with make_caller(gateway.address) as caller, asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(first_text_of_any_block(caller))
             request = await begun(worker)
-            await worker.until(lambda: request.abort_reply is False)
+            # Held, and its client open: nothing but the end of the block can have ended it.
+            stream = await reader
+            await worker.until(lambda: request.abort_reply is not None)
+            assert request.abort_reply is False
+            stream.close()
 
 
 async def begun(worker: FakeWorker) -> Received:
