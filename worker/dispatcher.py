@@ -1,12 +1,10 @@
-"""Joins the gateways' links and the engine: admits, numbers, demultiplexes.
+"""Joins the gateways' links and the engine: admits, counts, and passes each its own.
 
 Owns every live request of the front. Runs on the event loop alone and never blocks it;
 knows nothing of gRPC contexts or processes.
 """
 
-import itertools
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -26,6 +24,7 @@ from shared.metrics import WorkerMetrics
 from shared.notifier import Notifier
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.tracing import Tracer
+from worker.availability import RETRY_AFTER_MS, Availability
 from worker.convert import (
     HANDLE_BITS,
     to_failure,
@@ -35,6 +34,7 @@ from worker.convert import (
 )
 from worker.engine_calls import EngineCalls
 from worker.link import Link, LinkLimits, RequestKey
+from worker.links import Links
 from worker.messages import (
     Abort,
     CachedPrefixes,
@@ -49,13 +49,11 @@ from worker.messages import (
     Ready,
     StepOutput,
     Submit,
-    TokenLogprobs,
     Traced,
 )
 from worker.request_spans import RequestSpans
 from worker.waiting_shares import WaitingShares
 
-RETRY_AFTER_MS = 1000
 LOAD_INTERVAL_S = 0.25
 
 _log = structlog.get_logger(__name__)
@@ -89,8 +87,8 @@ class Dispatcher:
         self._limits = limits
         self._metrics = metrics
         self._spans = RequestSpans(tracer)
-        self._links: dict[int, Link] = {}
-        self._link_ids = itertools.count(1)
+        self._availability = Availability()
+        self._links = Links(limits.link)
         # (public id, index of the completion) of each live request -> uid.
         self._uids: dict[RequestKey, int] = {}
         self._shares = WaitingShares()
@@ -98,10 +96,6 @@ class Dispatcher:
         self._prefixes = pb.CachedPrefixes()
         self._load = Load()
         self._load_sent_at = 0.0
-        self._ready: Ready | None = None
-        self._instance_id = ""
-        self._silent_s = 0.0
-        self._is_draining = False
         # Told whenever `is_accepting` may have changed, a link has gone, or nothing lives.
         self.state = Notifier()
 
@@ -120,20 +114,17 @@ class Dispatcher:
 
     @property
     def is_accepting(self) -> bool:
-        return self._refusal() is None
+        return self._availability.refusal() is None
 
     def ready(self) -> tuple[Ready, str]:
         """What is served, and the id of this start of the engine. Raises UnavailableError."""
-        if self._ready is None:
-            raise UnavailableError("the model is not loaded yet", retry_after_ms=RETRY_AFTER_MS)
-        return self._ready, self._instance_id
+        return self._availability.served()
 
     def load_response(self) -> pb.GetLoadResponse:
         return to_load_response(self._load, is_ready=self.is_accepting)
 
     def open_link(self) -> Link:
-        link = Link(next(self._link_ids), self._limits.link)
-        self._links[link.link_id] = link
+        link = self._links.open()
         self._metrics.links.inc()
         _log.debug("gateway connected", link=link.link_id)
         link.report_load(self.load_response())
@@ -143,7 +134,7 @@ class Dispatcher:
     def close_link(self, link: Link) -> None:
         """Aborts whatever still lives on the link, and forgets it."""
         self._abort_silently(link, list(link.live))
-        del self._links[link.link_id]
+        self._links.close(link)
         self._metrics.links.dec()
         _log.debug("gateway left", link=link.link_id)
         self.state.notify()
@@ -187,8 +178,8 @@ class Dispatcher:
         return await self._calls.trace(num_steps)
 
     def on_event(self, event: Event) -> None:
-        if self._silent_s:
-            self._silent_s = 0.0
+        if self._availability.silent_s:
+            self._availability.silent_s = 0.0
             self.state.notify()
         match event:
             case StepOutput():
@@ -197,7 +188,7 @@ class Dispatcher:
             case Heartbeat(load=load):
                 self._set_load(load)
             case Ready():
-                self._ready, self._instance_id = event, uuid.uuid4().hex
+                self._availability.engine_is_ready(event)
                 num_pages = event.engine.num_pages
                 self._load = Load(pages_total=num_pages, pages_free=num_pages)
                 self.state.notify()
@@ -209,20 +200,18 @@ class Dispatcher:
                 self._calls.answer(event)
 
     def on_engine_stale(self, silent_s: float) -> None:
-        if not self._silent_s:
+        if not self._availability.silent_s:
             _log.error("the engine is silent", silent_s=round(silent_s, 1))
-        self._silent_s = silent_s
+        self._availability.silent_s = silent_s
         self.state.notify()
 
     def on_engine_lost(self, reason: str) -> None:
-        self._ready, self._load, self._silent_s = None, Load(), 0.0
+        self._availability.engine_is_lost()
+        self._load = Load()
         self._metrics.engine_losses.inc()
         # What never ran cannot be what killed it, so another worker may try it.
-        waiting = [
-            uid_of(link.link_id, handle) for link in self._links.values() for handle in link.waiting
-        ]
         self._fail(
-            waiting,
+            self._links.waiting_uids(),
             UnavailableError(
                 "the engine process died before this request ran", retry_after_ms=RETRY_AFTER_MS
             ),
@@ -237,7 +226,7 @@ class Dispatcher:
 
     def drain(self) -> int:
         """Refuses new requests from now on; how many still live."""
-        self._is_draining = True
+        self._availability.is_draining = True
         self.state.notify()
         self._report_load()
         return self.num_live
@@ -251,7 +240,7 @@ class Dispatcher:
 
     def close_links(self, error: ServingError) -> None:
         """Lets each link send what it has, and ends it."""
-        for link in self._links.values():
+        for link in self._links:
             link.close(error)
 
     def _submit(self, link: Link, submit: pb.Submit) -> None:
@@ -260,7 +249,7 @@ class Dispatcher:
             raise InvalidArgumentError("handle", f"must fit in {HANDLE_BITS} bits, got {handle}")
         if handle in link.live:
             raise InvalidArgumentError("handle", f"{handle} is live on this stream already")
-        num_ahead = sum(len(other.waiting) for other in self._links.values())
+        num_ahead = self._links.num_waiting
         try:
             self._admit(link, submit)
         except ServingError as error:
@@ -272,12 +261,12 @@ class Dispatcher:
         link.answer(pb.RunResponse(accepted=accepted))
 
     def _admit(self, link: Link, submit: pb.Submit) -> None:
-        refusal = self._refusal()
+        refusal = self._availability.refusal()
         if refusal is not None:
             raise refusal
-        assert self._ready is not None
+        served, _ = self._availability.served()
         uid = uid_of(link.link_id, submit.handle)
-        request = to_new_request(submit, uid, self._ready.engine, time.monotonic())
+        request = to_new_request(submit, uid, served.engine, time.monotonic())
         key = (submit.request_id, submit.index)
         if key in self._uids:
             raise AlreadyExistsError(f"request_id: {submit.request_id} is live already")
@@ -307,16 +296,6 @@ class Dispatcher:
         self._send(Abort((uid,), report=False))
         return True
 
-    def _refusal(self) -> ServingError | None:
-        """Why no new request is taken now."""
-        if self._is_draining:
-            return UnavailableError("this worker is shutting down")
-        if self._ready is None:
-            return UnavailableError("the model is not loaded yet", retry_after_ms=RETRY_AFTER_MS)
-        if self._silent_s:
-            return UnavailableError(f"the engine has been silent for {self._silent_s:.0f} s")
-        return None
-
     def _abort(self, link: Link, handles: Iterable[int], *, reply: bool) -> None:
         # What is not live has ended already, and its end has been told.
         live = [handle for handle in handles if handle in link.live]
@@ -341,42 +320,22 @@ class Dispatcher:
         committed_at = output.committed_at
         for started in output.started:
             self._shares.remove(started.uid)
-            link = self._links.get(started.uid >> HANDLE_BITS)
+            link = self._links.of(started.uid)
             if link is not None:
                 link.push_started(started, committed_at)
         # In this order: the link may end a message before a prompt's and after the tokens,
         # and what belongs to a token must be in one message with it.
         for logprobs in sorted(output.logprobs, key=lambda one: not one.is_prompt):
-            self._push_logprobs(logprobs, committed_at)
-        if len(output.uids):
-            self._push_tokens(output)
+            self._links.push_logprobs(logprobs, committed_at)
+        self._links.push_tokens(output)
         endings: tuple[Finished | Failed, ...] = output.finished + output.failed
         for ended in endings:
             self._end(ended, committed_at)
 
-    def _push_tokens(self, output: StepOutput) -> None:
-        link_ids = output.uids >> HANDLE_BITS
-        first = int(link_ids[0])
-        if (link_ids == first).all():
-            # One gateway: nothing is copied.
-            if (link := self._links.get(first)) is not None:
-                link.push_tokens(output.uids, output.token_ids, output.committed_at)
-            return
-        for link_id in set(link_ids.tolist()):
-            if (link := self._links.get(link_id)) is not None:
-                mine = link_ids == link_id
-                link.push_tokens(output.uids[mine], output.token_ids[mine], output.committed_at)
-
-    def _push_logprobs(self, logprobs: TokenLogprobs, committed_at: float) -> None:
-        link_ids = logprobs.uids >> HANDLE_BITS
-        for link_id in set(link_ids.tolist()):
-            if (link := self._links.get(link_id)) is not None:
-                link.push_logprobs(logprobs, link_ids == link_id, committed_at)
-
     def _end(self, ended: Finished | Failed, committed_at: float) -> None:
         """Passes a terminal entry on; one for a request that has ended already is dropped."""
         self._shares.remove(ended.uid)
-        link = self._links.get(ended.uid >> HANDLE_BITS)
+        link = self._links.of(ended.uid)
         key = link.push_ended(ended, committed_at) if link is not None else None
         if key is None:
             return
@@ -407,10 +366,10 @@ class Dispatcher:
             self._report_load()
 
     def _report_prefixes(self) -> None:
-        for link in self._links.values():
+        for link in self._links:
             link.report_prefixes(self._prefixes)
 
     def _report_load(self) -> None:
         self._load_sent_at = time.monotonic()
-        for link in self._links.values():
+        for link in self._links:
             link.report_load(self.load_response())
