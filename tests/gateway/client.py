@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.server import RunningGateway
 from shared.grpc_options import channel_options
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
-from tests.answers import Collected, collect
+from tests.answers import Collected, collect, collect_all
 
 
 class GatewayUnderTest:
@@ -68,3 +69,11 @@ class GatewayUnderTest:
 
 def text(prompt: str, **fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=prompt, **fields)
+
+
+async def error_of(call: Any, *, saying: str = "") -> grpc.aio.AioRpcError:
+    """What a stream ends with, which must be an error that says so."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect_all(call)
+    assert saying in (caught.value.details() or "")
+    return caught.value

@@ -16,11 +16,15 @@ from gateway.server import running_gateway
 from gateway.tokenizer import TemplateLimits, TextTokenizer
 from tests.gateway.client import GatewayUnderTest
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.quiet import Quiet, QuietTwo
 from tests.gateway.synthetic_tokenizers import metaspace_files
 
 SMOLLM2_VOCAB_SIZE = 49152
 
+MakeWorker = Callable[..., FakeWorker]
 StartGateway = Callable[..., AbstractAsyncContextManager[GatewayUnderTest]]
+StartQuiet = Callable[..., AbstractAsyncContextManager[Quiet]]
+StartQuietTwo = Callable[..., AbstractAsyncContextManager[QuietTwo]]
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +60,7 @@ def metaspace() -> TextTokenizer:
 
 
 @pytest.fixture(scope="session")
-def make_worker(smollm2_files: dict[str, bytes]) -> Callable[..., FakeWorker]:
+def make_worker(smollm2_files: dict[str, bytes]) -> MakeWorker:
     """A worker with SmolLM2's tokenizer; enter it to start it."""
 
     def make(**options: Any) -> FakeWorker:
@@ -83,5 +87,35 @@ def start_gateway() -> StartGateway:
             await gateway.until_ready(len(workers))
             yield gateway
             await gateway.until_idle()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def quiet(make_worker: MakeWorker, start_gateway: StartGateway) -> StartQuiet:
+    """A worker that a test speaks for, and its gateway."""
+
+    @asynccontextmanager
+    async def start(*, max_context: int = 256, **settings: Any) -> AsyncIterator[Quiet]:
+        async with (
+            make_worker(echoes=False, max_context=max_context) as worker,
+            start_gateway(worker, **settings) as gateway,
+        ):
+            yield Quiet(worker, gateway)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def quiet_two(make_worker: MakeWorker, start_gateway: StartGateway) -> StartQuietTwo:
+    """Two workers that a test speaks for, and their gateway."""
+
+    @asynccontextmanager
+    async def start(*, max_running: int = 0, max_waiting: int = 0) -> AsyncIterator[QuietTwo]:
+        async with make_worker(echoes=False) as one, make_worker(echoes=False) as other:
+            for worker in (one, other):
+                worker.model.max_running, worker.model.max_waiting = max_running, max_waiting
+            async with start_gateway(one, other) as gateway:
+                yield QuietTwo(one, other, gateway)
 
     return start

@@ -1,11 +1,10 @@
 """Several completions of one prompt: one call, one id, one end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
-import pytest
 
 from gateway.completion import Delta, Event
 from gateway.merging import PromptSharing, merged
@@ -13,12 +12,12 @@ from shared.errors import Code
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
 from tests.answers import collect_all
-from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
+from tests.gateway.client import error_of, text
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet, StartQuietTwo
 from tests.gateway.fake_worker import FakeWorker, Received
+from tests.gateway.quiet import Quiet
 
 Status = grpc.StatusCode
-MakeWorker = Callable[..., FakeWorker]
 
 
 async def rest(worker: FakeWorker, count: int) -> list[Received]:
@@ -27,6 +26,12 @@ async def rest(worker: FakeWorker, count: int) -> list[Received]:
     later = worker.requests[1:]
     assert sorted(received.submit.index for received in later) == list(range(1, count))
     return sorted(later, key=lambda received: received.submit.index)
+
+
+async def all_begun(pair: Quiet, count: int) -> tuple[Any, list[Received]]:
+    """A call, and the requests of its completions: the first has a token, so all were sent."""
+    call, first = await pair.begun(text("x", n=count))
+    return call, [first, *await rest(pair.worker, count)]
 
 
 async def test_every_completion_is_told_by_its_index(
@@ -57,18 +62,15 @@ async def test_each_draws_with_a_seed_of_its_own_and_tells_it(
     assert len({submit.request_id for submit in submits}) == 1
 
 
-async def test_the_others_are_sent_with_the_first_ones_first_token(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3))
-        first = await worker.request()
+async def test_the_others_are_sent_with_the_first_ones_first_token(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=3))
         first.start()
         assert (await call.read()).HasField("started")
-        assert [received.submit.index for received in worker.requests] == [0]
+        assert [received.submit.index for received in pair.worker.requests] == [0]
         # Half a character: a token, although it gives no text yet.
         first.send_tokens([166])
-        for received in await rest(worker, 3):
+        for received in await rest(pair.worker, 3):
             received.start()
             received.send_tokens([100 + received.submit.index])
             received.finish()
@@ -90,15 +92,12 @@ async def _rest_of(call: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
         yield event
 
 
-async def test_a_first_that_ends_without_a_token_lets_the_others_begin(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=2))
-        first = await worker.request()
+async def test_a_first_that_ends_without_a_token_lets_the_others_begin(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=2))
         first.start()
         first.finish(worker_pb2.FINISH_REASON_EOS, 2)
-        (second,) = await rest(worker, 2)
+        (second,) = await rest(pair.worker, 2)
         second.start()
         second.finish(worker_pb2.FINISH_REASON_EOS, 2)
         answers = await collect_all(call)
@@ -117,102 +116,72 @@ async def test_they_go_where_the_prompt_is_cached(
         assert sorted((len(one.requests), len(two.requests))) == [0, 4]
 
 
-async def test_one_that_fails_fails_the_call_and_ends_the_others(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3))
-        first = await worker.request()
-        first.start()
-        first.send_tokens([100])
-        second, third = await rest(worker, 3)
+async def test_one_that_fails_fails_the_call_and_ends_the_others(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, (first, second, third) = await all_begun(pair, 3)
         second.fail(Code.INTERNAL, "logits were not finite")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect_all(call)
-        assert caught.value.code() == Status.INTERNAL
-        assert "not finite" in (caught.value.details() or "")
-        await worker.until(lambda: first.abort_reply is False and third.abort_reply is False)
+        assert (await error_of(call, saying="not finite")).code() == Status.INTERNAL
+        assert await pair.abort_replies(first, third) == [False, False]
         assert second.abort_reply is None
 
 
 async def test_a_refusal_of_the_first_is_the_calls_and_nothing_else_is_sent(
-    make_worker: MakeWorker, start_gateway: StartGateway
+    quiet: StartQuiet,
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=8))
-        (await worker.request()).reject(Code.RESOURCE_EXHAUSTED, "queue full", retry_after_ms=5)
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=8))
+        first.reject(Code.RESOURCE_EXHAUSTED, "queue full", retry_after_ms=5)
         assert await call.code() == Status.RESOURCE_EXHAUSTED
-        await gateway.until_idle()
-    assert len(worker.requests) == 1
+        await pair.gateway.until_idle()
+    assert len(pair.worker.requests) == 1
 
 
-async def test_a_client_that_goes_ends_them_all(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3))
-        first = await worker.request()
-        first.start()
-        first.send_tokens([100])
-        await rest(worker, 3)
+async def test_a_client_that_goes_ends_them_all(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, requests = await all_begun(pair, 3)
         call.cancel()
-        await worker.until(lambda: all(r.abort_reply is False for r in worker.requests))
-        await gateway.until_idle()
+        assert await pair.abort_replies(*requests) == [False] * 3
 
 
-async def test_abort_ends_them_all_with_true_usage(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3, request_id="gone"))
-        first = await worker.request()
+async def test_abort_ends_them_all_with_true_usage(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=3, request_id="gone"))
         first.start()
         first.send_tokens([100, 101])
-        for received in await rest(worker, 3):
+        for received in await rest(pair.worker, 3):
             received.start()
-        await gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
+        await pair.gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
         answers = await collect_all(call)
     assert {answer.finished.finish_reason for answer in answers} == {pb.FINISH_REASON_ABORTED}
     assert [answer.finished.usage.completion_tokens for answer in answers] == [2, 0, 0]
 
 
 async def test_abort_before_the_first_token_ends_those_that_were_never_sent(
-    make_worker: MakeWorker, start_gateway: StartGateway
+    quiet: StartQuiet,
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3, request_id="gone"))
-        await worker.request()
-        await gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
+    async with quiet() as pair:
+        call, _ = await pair.stream(text("x", n=3, request_id="gone"))
+        await pair.gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
         answers = await collect_all(call)
-    assert {answer.finished.finish_reason for answer in answers} == {pb.FINISH_REASON_ABORTED}
-    assert len(answers) == 3
-    assert len(worker.requests) == 1
+    assert [answer.finished.finish_reason for answer in answers] == [pb.FINISH_REASON_ABORTED] * 3
+    assert len(pair.worker.requests) == 1
 
 
-async def test_an_abort_that_came_by_another_gateway_ends_them_all(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=2))
-        first = await worker.request()
+async def test_an_abort_that_came_by_another_gateway_ends_them_all(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=2))
         first.start()
         first.finish(worker_pb2.FINISH_REASON_ABORTED)
         answers = await collect_all(call)
     assert [answer.finished.finish_reason for answer in answers] == [pb.FINISH_REASON_ABORTED] * 2
-    assert len(worker.requests) == 1
+    assert len(pair.worker.requests) == 1
 
 
 async def test_a_worker_that_is_lost_before_the_first_token_is_replaced(
-    make_worker: MakeWorker, start_gateway: StartGateway
+    quiet_two: StartQuietTwo,
 ) -> None:
-    async with (
-        make_worker(echoes=False) as one,
-        make_worker(echoes=False) as two,
-        start_gateway(one, two) as gateway,
-    ):
-        call = gateway.stream(text("x", n=2))
-        await gateway.until(lambda: bool(one.requests or two.requests))
-        lost, other = (one, two) if one.requests else (two, one)
+    async with quiet_two() as two:
+        call, lost, other = await two.stream(text("x", n=2))
         await lost.crash()
         first = await other.request()
         first.start()
@@ -227,64 +196,40 @@ async def test_a_worker_that_is_lost_before_the_first_token_is_replaced(
     assert [answer.token_ids for answer in answers] == [[100], [101]]
 
 
-async def test_a_gateway_that_shuts_down_ends_them_all(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3))
-        first = await worker.request()
+async def test_a_gateway_that_shuts_down_ends_them_all(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, requests = await all_begun(pair, 3)
+        await pair.gateway.running.live_requests.drain(0.05)
+        assert (await error_of(call)).code() == Status.UNAVAILABLE
+        assert await pair.abort_replies(*requests) == [False] * 3
+
+
+async def test_a_deadline_ends_those_that_wait_too(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=3), timeout_s=0.3)
         first.start()
-        first.send_tokens([100])
-        await rest(worker, 3)
-        await gateway.running.live_requests.drain(0.05)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect_all(call)
-        assert caught.value.code() == Status.UNAVAILABLE
-        await worker.until(lambda: all(r.abort_reply is False for r in worker.requests))
+        assert (await error_of(call)).code() == Status.DEADLINE_EXCEEDED
+        assert await pair.abort_replies(first) == [False]
+        await pair.gateway.until_idle()
+    assert len(pair.worker.requests) == 1
 
 
-async def test_a_deadline_ends_those_that_wait_too(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=3), timeout_s=0.3)
-        first = await worker.request()
-        first.start()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect_all(call)
-        assert caught.value.code() == Status.DEADLINE_EXCEEDED
-        await worker.until(lambda: first.abort_reply is False)
-        await gateway.until_idle()
-    assert len(worker.requests) == 1
+async def test_a_worker_lost_amid_its_tokens_ends_them_all(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, _ = await all_begun(pair, 2)
+        await pair.worker.crash()
+        assert (await error_of(call)).code() == Status.UNAVAILABLE
+        await pair.worker.start()
 
 
-async def test_a_worker_lost_amid_its_tokens_ends_them_all(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=2))
-        first = await worker.request()
-        first.start()
-        first.send_tokens([100])
-        await rest(worker, 2)
-        await worker.crash()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect_all(call)
-        assert caught.value.code() == Status.UNAVAILABLE
-        await worker.start()
-
-
-async def test_a_time_limit_is_for_the_whole_call(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", n=2, time_limit_ms=60_000))
-        first = await worker.request()
+async def test_a_time_limit_is_for_the_whole_call(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, first = await pair.stream(text("x", n=2, time_limit_ms=60_000))
         assert first.submit.time_limit_ms == 60_000
         first.start()
         assert (await call.read()).HasField("started")
         first.send_tokens([100])
-        (second,) = await rest(worker, 2)
+        (second,) = await rest(pair.worker, 2)
         assert 0 < second.submit.time_limit_ms < 60_000
         call.cancel()
 
