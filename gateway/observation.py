@@ -9,13 +9,13 @@ from gateway.completion import Delta, Event, Finished, Started
 from gateway.request_span import RequestSpan
 from shared.errors import ServingError
 from shared.identity import client_identity, token_identity
-from shared.metrics import GatewayMetrics
+from shared.metrics import GenerationMetrics
 
 
 class Observation:
     """What was seen of one generation."""
 
-    def __init__(self, metrics: GatewayMetrics, method: str, span: RequestSpan) -> None:
+    def __init__(self, metrics: GenerationMetrics, method: str, span: RequestSpan) -> None:
         self._metrics = metrics
         self._method = method
         self._span = span
@@ -74,7 +74,7 @@ class Observation:
 
 
 @contextmanager
-def observed(metrics: GatewayMetrics, method: str, span: RequestSpan) -> Iterator[Observation]:
+def observed(metrics: GenerationMetrics, method: str, span: RequestSpan) -> Iterator[Observation]:
     """Counts the block as one generation, and ends its span."""
     observation = Observation(metrics, method, span)
     begin = time.monotonic()

@@ -4,7 +4,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -28,13 +28,14 @@ from gateway.tokenizer_store import TokenizerStore
 from gateway.worker_dialer import WorkerDialer
 from gateway.worker_link import LinkEvents, LinkTimes, WorkerLink
 from gateway.worker_set import WorkerSet
+from gateway.workers import Workers
 from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError
 from shared.grpc_options import channel_options, server_options
 from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
-from shared.metrics import GatewayMetrics, metrics_exporter
+from shared.metrics import GatewayMetrics, GenerationMetrics, metrics_exporter
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.reflection import enable_reflection
@@ -110,7 +111,6 @@ async def running_gateway(
     ready, or after some seconds without, and the turn has come: until then the others take
     the connections. `on_first_worker` is called once.
     """
-    changed = asyncio.Event()
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
     live_requests = LiveRequests(config.max_live_requests, metrics.live_requests.set)
@@ -123,36 +123,18 @@ async def running_gateway(
         ) as executor,
         metrics_exporter(registry, config.metrics_host, config.metrics_port),
     ):
-        events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
-        workers = _workers(config, executor, events)
-        discovery = Discovery(
-            map(worker_place, config.workers),
-            workers.update,
-            resolver=resolver or SystemResolver(),
-            interval_s=config.discovery_interval_s,
-        )
-        router = Router(lambda: workers.links, Chooser(RoutingPolicy(config.routing)))
-        service = _service(config, router, executor, live_requests, metrics, tracer)
+        workers = _workers(config, executor, metrics, resolver or SystemResolver())
+        router = workers.router
+        service = _service(config, router, executor, live_requests, metrics.generations, tracer)
         server = _server(config, tokens, metrics, shares_port=turn is not None)
         pb_grpc.add_InferenceServiceServicer_to_server(service, server)
         enable_reflection(server, (SERVICE_NAME, "grpc.health.v1.Health"))
         await readiness.attach(server)
-        has_worker = asyncio.Event()
-
-        async def on_workers() -> None:
-            metrics.workers_ready.set(router.num_ready)
-            await (readiness.set_serving() if router.num_ready else readiness.set_not_serving())
-            if router.num_ready and not has_worker.is_set():
-                has_worker.set()
-                on_first_worker()
-
         async with TaskSet() as tasks:
-            workers.start(tasks)
-            tasks.start(discovery.run(), name="discovery")
-            tasks.start(_at_each(changed, on_workers), name="readiness")
+            workers.start(tasks, readiness, on_first_worker)
             tasks.start(tokens.follow(), name="tokens")
             if turn is not None:
-                await _at_most(_FIRST_WORKER_S, has_worker.wait())
+                await workers.first_ready(_FIRST_WORKER_S)
                 await turn()
             port = _bind(server, config.listen, credentials)
             await server.start()
@@ -174,21 +156,29 @@ def _settle() -> None:
     batch_other_threads()
 
 
-async def _at_each(event: asyncio.Event, work: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        await event.wait()
-        event.clear()
-        await work()
+def _workers(
+    config: GatewayConfig,
+    executor: ThreadPoolExecutor,
+    metrics: GatewayMetrics,
+    resolver: Resolver,
+) -> Workers:
+    changed = asyncio.Event()
+    events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
+    links = WorkerSet(_link_maker(config, executor, events))
+    discovery = Discovery(
+        map(worker_place, config.workers),
+        links.update,
+        resolver=resolver,
+        interval_s=config.discovery_interval_s,
+    )
+    router = Router(lambda: links.links, Chooser(RoutingPolicy(config.routing)))
+    on_num_ready = metrics.workers_ready.set
+    return Workers(links, discovery, router, changed=changed, on_num_ready=on_num_ready)
 
 
-async def _at_most(timeout_s: float, work: Awaitable[object]) -> None:
-    """Waits for the work, but no longer than this."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await work
-
-
-def _workers(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents) -> WorkerSet:
+def _link_maker(
+    config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEvents
+) -> Callable[[Endpoint], WorkerLink]:
     limits = TemplateLimits(max_chars=config.max_prompt_bytes, max_seconds=config.template_limit_s)
     tokenizers = TokenizerStore(executor, limits)
     times = LinkTimes(
@@ -207,7 +197,7 @@ def _workers(config: GatewayConfig, executor: ThreadPoolExecutor, events: LinkEv
             events=events,
         )
 
-    return WorkerSet(link)
+    return link
 
 
 def _dialer(config: GatewayConfig, times: LinkTimes) -> WorkerDialer:
@@ -237,7 +227,7 @@ def _service(
     router: Router,
     executor: ThreadPoolExecutor,
     live_requests: LiveRequests,
-    metrics: GatewayMetrics,
+    metrics: GenerationMetrics,
     tracer: Tracer | None,
 ) -> InferenceService:
     encoder = PromptEncoder(

@@ -31,7 +31,7 @@ from gateway.validation import (
 )
 from shared.errors import InvalidArgumentError
 from shared.logs import request_logging
-from shared.metrics import GatewayMetrics
+from shared.metrics import GenerationMetrics
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.tracing import Tracer, checked_traceparent
@@ -61,7 +61,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         router: Router,
         encoder: PromptEncoder,
         live_requests: LiveRequests,
-        metrics: GatewayMetrics,
+        metrics: GenerationMetrics,
         *,
         limits: ServiceLimits,
         tracer: Tracer | None = None,

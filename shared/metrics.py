@@ -107,11 +107,7 @@ class WorkerMetrics:
         self.engine_losses = Counter(
             "tandem_engine_losses", "Engine processes that died.", registry=registry
         )
-        self.unauthenticated_calls = Counter(
-            "tandem_unauthenticated_calls",
-            "Calls refused because they brought no known token.",
-            registry=registry,
-        )
+        self.unauthenticated_calls = _unauthenticated_calls(registry)
         self.links = Gauge("tandem_links", "Gateways connected.", registry=registry)
         self.queue_time = Histogram(
             "tandem_request_queue_time_seconds",
@@ -133,8 +129,8 @@ class WorkerMetrics:
         )
 
 
-class GatewayMetrics:
-    """What a gateway process counts."""
+class GenerationMetrics:
+    """What a gateway process counts of each generation when it has ended."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -142,23 +138,6 @@ class GatewayMetrics:
             "RPCs by how they ended: a finish reason or a status code.",
             ["method", "outcome"],
             registry=registry,
-        )
-        self.live_requests = Gauge(
-            "tandem_requests_live",
-            "Requests being streamed now.",
-            multiprocess_mode="livesum",
-            registry=registry,
-        )
-        # Each process has its own links. A client cannot choose its process, so the one
-        # that has the fewest workers is what it must be ready for.
-        self.workers_ready = Gauge(
-            "tandem_workers_ready",
-            "Workers that take requests.",
-            multiprocess_mode="livemin",
-            registry=registry,
-        )
-        self.worker_losses = Counter(
-            "tandem_worker_losses", "Links to a worker that broke.", registry=registry
         )
         self.prompt_tokens = Counter(
             "tandem_prompt_tokens", "Prompt tokens submitted.", registry=registry
@@ -199,10 +178,29 @@ class GatewayMetrics:
             ["client"],
             registry=registry,
         )
-        self.unauthenticated_calls = Counter(
-            "tandem_unauthenticated_calls",
-            "Calls refused because they brought no known token.",
+
+
+class GatewayMetrics:
+    """What a gateway process counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.generations = GenerationMetrics(registry)
+        self.live_requests = Gauge(
+            "tandem_requests_live",
+            "Requests being streamed now.",
+            multiprocess_mode="livesum",
             registry=registry,
+        )
+        # Each process has its own links. A client cannot choose its process, so the one
+        # that has the fewest workers is what it must be ready for.
+        self.workers_ready = Gauge(
+            "tandem_workers_ready",
+            "Workers that take requests.",
+            multiprocess_mode="livemin",
+            registry=registry,
+        )
+        self.worker_losses = Counter(
+            "tandem_worker_losses", "Links to a worker that broke.", registry=registry
         )
         self.hop_lag = Histogram(
             "tandem_worker_hop_lag_seconds",
@@ -210,6 +208,7 @@ class GatewayMetrics:
             buckets=_LAG_BUCKETS,
             registry=registry,
         )
+        self.unauthenticated_calls = _unauthenticated_calls(registry)
 
 
 class SupervisorMetrics:
@@ -242,6 +241,14 @@ def metrics_exporter(registry: CollectorRegistry, host: str, port: int) -> Itera
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _unauthenticated_calls(registry: CollectorRegistry) -> Counter:
+    return Counter(
+        "tandem_unauthenticated_calls",
+        "Calls refused because they brought no known token.",
+        registry=registry,
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -21,7 +21,7 @@ from shared.metrics import GatewayMetrics
 slot, requests, live, workers = map(int, sys.argv[1:])
 count_in_files(slot)
 metrics = GatewayMetrics(CollectorRegistry())
-metrics.requests.labels("Generate", "EOS").inc(requests)
+metrics.generations.requests.labels("Generate", "EOS").inc(requests)
 metrics.hop_lag.observe(0.0045)
 metrics.live_requests.set(live)
 metrics.workers_ready.set(workers)
