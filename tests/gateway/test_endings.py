@@ -1,7 +1,6 @@
 """Cancelled, aborted, timed out or unread: a request ends once, at the worker as well."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -13,39 +12,30 @@ from gateway.tokenizer import TextTokenizer
 from shared.errors import DeadlineExceededError, QueueFullError
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import collect
-from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.client import error_of, text
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet, StartQuietTwo
+from tests.gateway.fake_worker import Received
+from tests.gateway.quiet import Quiet
 
 Status = grpc.StatusCode
-MakeWorker = Callable[..., FakeWorker]
 
 
-async def test_a_client_that_goes_takes_its_request_along(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x"))
-        request = await worker.request()
-        request.start()
-        request.send_tokens([100])
+async def test_a_client_that_goes_takes_its_request_along(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await pair.begun()
         await call.read()
         await call.read()
         call.cancel()
-        await worker.until(lambda: request.abort_reply is not None)
-        assert request.abort_reply is False
-        await gateway.until_idle()
+        assert await pair.abort_replies(request) == [False]
 
 
-async def test_a_unary_client_that_goes_takes_its_request_along(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stub.Generate(text("x"))
-        request = await worker.request()
+async def test_a_unary_client_that_goes_takes_its_request_along(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call = pair.gateway.stub.Generate(text("x"))
+        request = await pair.worker.request()
+        assert request.abort_reply is None
         call.cancel()
-        await worker.until(lambda: request.abort_reply is False)
-        await gateway.until_idle()
+        assert await pair.abort_replies(request) == [False]
 
 
 async def test_a_finished_request_is_not_aborted(
@@ -57,33 +47,21 @@ async def test_a_finished_request_is_not_aborted(
         assert [request.abort_reply for request in worker.requests] == [None, None]
 
 
-async def test_a_deadline_goes_to_the_worker_and_ends_the_call(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x"), timeout_s=0.3)
-        request = await worker.request()
+async def test_a_deadline_goes_to_the_worker_and_ends_the_call(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await pair.stream(timeout_s=0.3)
         assert 0 < request.submit.timeout_ms <= 300
         assert await call.code() == Status.DEADLINE_EXCEEDED
-        await worker.until(lambda: request.abort_reply is False)
+        assert await pair.abort_replies(request) == [False]
 
 
-async def test_a_request_without_a_deadline_gets_the_default(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        start_gateway(worker, default_timeout_s=0.2) as gateway,
-    ):
-        call = gateway.stream(text("x"), timeout_s=None)
-        request = await worker.request()
+async def test_a_request_without_a_deadline_gets_the_default(quiet: StartQuiet) -> None:
+    async with quiet(default_timeout_s=0.2) as pair:
+        call, request = await pair.stream(timeout_s=None)
         # What encoding has left of it.
         assert 0 < request.submit.timeout_ms <= 200
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect(call)
-        assert caught.value.code() == Status.DEADLINE_EXCEEDED
-        assert "0.2 s" in (caught.value.details() or "")
-        await worker.until(lambda: request.abort_reply is False)
+        assert (await error_of(call, saying="0.2 s")).code() == Status.DEADLINE_EXCEEDED
+        assert await pair.abort_replies(request) == [False]
 
 
 async def test_no_deadline_is_none_at_the_worker_too(
@@ -102,18 +80,15 @@ async def test_a_deadline_in_months_is_as_good_as_none(
         assert worker.requests[0].submit.timeout_ms == (1 << 32) - 1
 
 
-async def test_abort_ends_the_stream_ok_with_true_usage(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", request_id="gone"))
-        request = await worker.request()
+async def test_abort_ends_the_stream_ok_with_true_usage(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await pair.stream(text("x", request_id="gone"))
         request.start()
         request.send_tokens([100, 101])
         asked = pb.AbortRequest(request_ids=["gone", "never-was"])
-        outcomes = (await gateway.stub.Abort(asked)).outcomes
+        outcomes = (await pair.gateway.stub.Abort(asked)).outcomes
         answer = await collect(call)
-        again = (await gateway.stub.Abort(asked)).outcomes
+        again = (await pair.gateway.stub.Abort(asked)).outcomes
     assert [outcome.outcome for outcome in outcomes] == [
         pb.AbortOutcome.OUTCOME_ABORTED,
         pb.AbortOutcome.OUTCOME_NOT_FOUND,
@@ -171,21 +146,15 @@ async def test_an_abort_in_the_moment_when_the_tokens_are_there_is_not_lost() ->
 
 
 async def test_an_aborted_request_is_not_tried_elsewhere_when_its_worker_is_lost(
-    make_worker: MakeWorker, start_gateway: StartGateway
+    quiet_two: StartQuietTwo,
 ) -> None:
-    async with (
-        make_worker(echoes=False) as one,
-        make_worker(echoes=False) as other,
-        start_gateway(one, other) as gateway,
-    ):
-        call = gateway.stream(text("x", request_id="gone"))
-        await gateway.until(lambda: bool(one.requests or other.requests))
-        first, second = (one, other) if one.requests else (other, one)
+    async with quiet_two() as two:
+        call, first, second = await two.stream(text("x", request_id="gone"))
         first.answers_aborts = False
-        request = await first.request()
+        request = first.requests[0]
         request.start()
         await call.read()
-        await gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
+        await two.gateway.stub.Abort(pb.AbortRequest(request_ids=["gone"]))
         await first.until(lambda: request.abort_reply is True)
         await first.crash()
         ended = (await call.read()).finished
@@ -195,23 +164,14 @@ async def test_an_aborted_request_is_not_tried_elsewhere_when_its_worker_is_lost
         assert second.requests == []
 
 
-async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False, max_context=4096) as worker,
-        start_gateway(worker) as gateway,
-    ):
-        call = gateway.stream(text("x", max_tokens=2000))
-        slow = await worker.request()
+async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(quiet: StartQuiet) -> None:
+    async with quiet(max_context=4096) as pair:
+        call, slow = await pair.stream(text("x", max_tokens=2000))
         slow.start()
         for token_id in range(1000, 3000):
             slow.send_tokens([token_id])
         slow.finish()
-        other = gateway.stream(text("x"))
-        quick = await worker.request(1)
-        quick.start()
-        quick.send_tokens([100])
+        other, quick = await pair.begun()
         quick.finish()
         assert (await collect(other)).token_ids == [100]
         answer = await collect(call)
@@ -219,52 +179,44 @@ async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(
     assert answer.finished.usage.completion_tokens == 2000
 
 
+async def unread(pair: Quiet, tokenizer: TextTokenizer) -> tuple[Any, Received]:
+    """A call with 25 MB of text: more than every buffer on the way holds."""
+    (newline_and_80_spaces,) = tokenizer.encode("\n" + " " * 80, add_special_tokens=False)
+    call, request = await pair.stream(text("x", max_tokens=1 << 20))
+    request.start()
+    for _ in range(300):
+        request.send_tokens([newline_and_80_spaces] * 1024)
+    return call, request
+
+
+async def another_is_served(pair: Quiet) -> None:
+    """It gets through, and is behind all that was sent on the same link before it."""
+    other, request = await pair.begun()
+    request.finish()
+    assert (await collect(other)).token_ids == [100]
+
+
 async def test_a_client_that_never_reads_is_cut_off_and_its_request_ends(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2: TextTokenizer
 ) -> None:
-    (newline_and_80_spaces,) = smollm2.encode("\n" + " " * 80, add_special_tokens=False)
-    async with (
-        make_worker(echoes=False, max_context=1 << 21) as worker,
-        start_gateway(worker, slow_reader_limit_s=0.2) as gateway,
-    ):
-        call = gateway.stream(text("x", max_tokens=1 << 20))
-        request = await worker.request()
-        request.start()
-        # 25 MB of text: more than every buffer on the way holds.
-        for _ in range(300):
-            request.send_tokens([newline_and_80_spaces] * 1024)
-        await worker.until(lambda: request.abort_reply is False)
-        await gateway.until_idle()
-        other = gateway.stream(text("x"))
-        (await worker.request(1)).finish()
-        await collect(other)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect(call)
-        assert caught.value.code() == Status.RESOURCE_EXHAUSTED
-        assert "not read for 0.2 s" in (caught.value.details() or "")
+    async with quiet(max_context=1 << 21, slow_reader_limit_s=0.2) as pair:
+        call, request = await unread(pair, smollm2)
+        assert await pair.abort_replies(request) == [False]
+        await pair.gateway.until_idle()
+        await another_is_served(pair)
+        error = await error_of(call, saying="not read for 0.2 s")
+        assert error.code() == Status.RESOURCE_EXHAUSTED
 
 
 async def test_a_client_that_goes_while_a_write_to_it_waits_takes_its_request_along(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2: TextTokenizer
 ) -> None:
-    (newline_and_80_spaces,) = smollm2.encode("\n" + " " * 80, add_special_tokens=False)
-    async with (
-        make_worker(echoes=False, max_context=1 << 21) as worker,
-        start_gateway(worker) as gateway,
-    ):
-        call = gateway.stream(text("x", max_tokens=1 << 20))
-        request = await worker.request()
-        request.start()
-        # 25 MB of text: more than every buffer on the way holds.
-        for _ in range(300):
-            request.send_tokens([newline_and_80_spaces] * 1024)
-        # What is sent on the same stream after them has come, so they have as well.
-        other = gateway.stream(text("x"))
-        (await worker.request(1)).finish()
-        await collect(other)
+    async with quiet(max_context=1 << 21) as pair:
+        call, request = await unread(pair, smollm2)
+        await another_is_served(pair)
+        assert request.abort_reply is None
         call.cancel()
-        await worker.until(lambda: request.abort_reply is False)
-        await gateway.until_idle()
+        assert await pair.abort_replies(request) == [False]
 
 
 class StuckContext:
