@@ -1,4 +1,4 @@
-"""Starts a module as a child that cannot outlive its parent.
+"""Starts a module in this process's place, or as a child that cannot outlive it.
 
 `python -m gateway.cli.child PARENT_PID MODULE ARGUMENT...` asks the kernel for SIGTERM at
 the parent's death, then becomes `python -m MODULE ARGUMENT...`. Done here, before exec,
@@ -10,6 +10,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,6 +23,12 @@ def python_command(module: str, *arguments: str) -> list[str]:
     user's own folders may have.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def become(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Goes on as this module, with this process's id."""
+    command = python_command(module, *arguments)
+    os.execv(command[0], command)
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -35,8 +43,7 @@ def main() -> None:
     # The parent may have died before the kernel knew that we mind.
     if os.getppid() != int(parent):
         sys.exit(f"the process {parent} that started {module} is gone")
-    command = python_command(module, *arguments)
-    os.execv(command[0], command)
+    become(module, arguments)
 
 
 if __name__ == "__main__":

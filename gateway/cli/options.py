@@ -85,6 +85,11 @@ Choice = Annotated[
 ]
 
 
+def worker_flags(model: str, more: list[str] | None) -> list[str]:
+    """What these two options together say to a worker."""
+    return [*(["--model", model] if model else []), *(more or [])]
+
+
 def structured_output(
     json_schema: str, json_object: bool, regex: str, grammar: str, choices: list[str] | None
 ) -> pb.StructuredOutput | None:
