@@ -30,10 +30,8 @@ from tandem_client import (
 from tests.client.callers import AsyncCaller, Caller, StreamCaller, SyncCaller, collect
 from tests.client.conftest import MakeCaller
 from tests.client.scripted_server import ScriptedServer, delta, finished, started
-from tests.gateway.conftest import StartGateway
+from tests.gateway.conftest import MakeWorker, StartGateway
 from tests.gateway.fake_worker import EOS, FakeWorker, Received
-
-MakeWorker = Callable[..., FakeWorker]
 
 
 async def test_a_stream_is_started_then_text_then_finished(

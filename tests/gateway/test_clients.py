@@ -1,7 +1,6 @@
 """Clients with names: tokens that change under a live stream, counts, and what nobody is told."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.tokens import hash_line
 from tests.answers import collect
 from tests.gateway.client import GatewayUnderTest, text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 from tests.gateway.test_metrics import free_port, read
 
-MakeWorker = Callable[..., FakeWorker]
 Status = grpc.StatusCode
 
 
@@ -104,15 +101,13 @@ async def test_names_that_anybody_can_make_up_are_not_counted(
     assert "anybody" not in repr(metrics)
 
 
-async def test_a_lost_workers_address_is_no_clients_business(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stub.Generate(text("x"))
-        await worker.request()
-        port = str(worker.port)
-        await worker.crash()
-        answers: list[Any] = [call, gateway.stub.FlushCache(pb.FlushCacheRequest())]
+async def test_a_lost_workers_address_is_no_clients_business(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call = pair.gateway.stub.Generate(text("x"))
+        await pair.worker.request()
+        port = str(pair.worker.port)
+        await pair.worker.crash()
+        answers: list[Any] = [call, pair.gateway.stub.FlushCache(pb.FlushCacheRequest())]
         for answer in answers:
             assert await answer.code() == Status.UNAVAILABLE
             assert port not in await answer.details()

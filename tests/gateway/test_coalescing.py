@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,10 +14,8 @@ from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from tests.answers import collect
 from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker, Received
-
-MakeWorker = Callable[..., FakeWorker]
+from tests.gateway.conftest import StartQuiet
+from tests.gateway.fake_worker import Received
 
 # Tokens of a step whose messages may be what makes it late.
 MANY = 256
@@ -90,15 +88,10 @@ def test_a_clock_that_was_set_is_corrected_anew() -> None:
 
 
 @asynccontextmanager
-async def flowing(
-    worker: FakeWorker, start_gateway: StartGateway, **settings: object
-) -> AsyncIterator[tuple[object, Received]]:
+async def flowing(quiet: StartQuiet, **settings: object) -> AsyncIterator[tuple[object, Received]]:
     """A stream whose first token its client has."""
-    async with start_gateway(worker, **settings) as gateway:
-        call = gateway.stream(text("x", request_id="one"))
-        request = await worker.request()
-        request.start()
-        request.send_tokens([100])
+    async with quiet(**settings) as pair:
+        call, request = await pair.begun(text("x", request_id="one"))
         assert (await call.read()).HasField("started")
         assert list((await call.read()).delta.token_ids) == [100]
         yield call, request
@@ -116,13 +109,8 @@ def late(request: Received, token_id: int, *, lag_s: float = 10.0) -> None:
     )
 
 
-async def test_tokens_of_late_steps_come_eight_at_a_time(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        flowing(worker, start_gateway) as (call, request),
-    ):
+async def test_tokens_of_late_steps_come_eight_at_a_time(quiet: StartQuiet) -> None:
+    async with flowing(quiet) as (call, request):
         for token_id in range(200, 216):
             late(request, token_id)
         request.finish()
@@ -133,13 +121,8 @@ async def test_tokens_of_late_steps_come_eight_at_a_time(
     ]
 
 
-async def test_switched_off_every_token_goes_as_it_comes(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        flowing(worker, start_gateway, coalesce=False) as (call, request),
-    ):
+async def test_switched_off_every_token_goes_as_it_comes(quiet: StartQuiet) -> None:
+    async with flowing(quiet, coalesce=False) as (call, request):
         for token_id in range(200, 210):
             late(request, token_id)
             assert list((await read(call)).delta.token_ids) == [token_id]
@@ -147,13 +130,8 @@ async def test_switched_off_every_token_goes_as_it_comes(
         await collect_rest(call)
 
 
-async def test_the_end_sends_what_waits_at_once(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        flowing(worker, start_gateway) as (call, request),
-    ):
+async def test_the_end_sends_what_waits_at_once(quiet: StartQuiet) -> None:
+    async with flowing(quiet) as (call, request):
         late(request, 200)
         late(request, 201)
         request.finish()
@@ -161,12 +139,9 @@ async def test_the_end_sends_what_waits_at_once(
     assert [list(delta.token_ids) for delta in answer] == [[200, 201]]
 
 
-async def test_a_first_token_does_not_wait(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x"))
-        request = await worker.request()
+async def test_a_first_token_does_not_wait(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await pair.stream()
         request.start()
         late(request, 100)
         assert (await call.read()).HasField("started")
@@ -175,13 +150,8 @@ async def test_a_first_token_does_not_wait(
         await collect_rest(call)
 
 
-async def test_tokens_that_no_others_follow_wait_for_a_moment_only(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        flowing(worker, start_gateway) as (call, request),
-    ):
+async def test_tokens_that_no_others_follow_wait_for_a_moment_only(quiet: StartQuiet) -> None:
+    async with flowing(quiet) as (call, request):
         late(request, 200)
         async with asyncio.timeout(5):
             assert list((await read(call)).delta.token_ids) == [200]
@@ -190,18 +160,17 @@ async def test_tokens_that_no_others_follow_wait_for_a_moment_only(
 
 
 async def test_a_stop_string_among_tokens_that_wait_ends_the_text(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2: TextTokenizer
 ) -> None:
     ids = smollm2.encode("one two three STOP four", add_special_tokens=False)
     stopping = public_pb.StopConditions(stop_strings=["STOP"])
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", stopping=stopping))
-        request = await worker.request()
+    async with quiet() as pair:
+        call, request = await pair.stream(text("x", stopping=stopping))
         request.start()
         for token_id in ids:
             late(request, token_id)
         answer = await collect(call)
-        await worker.until(lambda: request.abort_reply is False)
+        assert await pair.abort_replies(request) == [False]
     assert answer.text == "one two three "
     assert answer.finished.stop_string == "STOP"
 

@@ -1,7 +1,7 @@
 """Workers that come and go while the gateway runs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from gateway.server import running_gateway
 from tests.answers import collect
 from tests.certificates import Authority
 from tests.gateway.client import GatewayUnderTest, text
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.conftest import MakeWorker
 
-MakeWorker = Callable[..., FakeWorker]
 POLL_S = 0.01
 
 

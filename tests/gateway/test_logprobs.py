@@ -1,6 +1,5 @@
 """Log-probabilities stay beside the tokens they are of, however the text is cut."""
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -10,11 +9,9 @@ from gateway.tokenizer import TextTokenizer
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
 from tests.answers import collect, collect_all, violated_fields
-from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import EOS, FakeWorker
-
-MakeWorker = Callable[..., FakeWorker]
+from tests.gateway.client import error_of, text
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet, StartQuietTwo
+from tests.gateway.fake_worker import EOS
 
 
 def told(logprobs: list[pb.TokenLogprobs]) -> list[int]:
@@ -100,13 +97,12 @@ async def test_tokens_that_wait_for_text_wait_with_their_logprobs(
 
 
 async def test_what_comes_behind_a_stop_string_in_one_step_is_dropped(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2: TextTokenizer
 ) -> None:
     ids = smollm2.encode("one STOP two three", add_special_tokens=False)
     request = wanting(1, "x", stopping=pb.StopConditions(stop_strings=["STOP"]))
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(request)
-        received = await worker.request()
+    async with quiet() as pair:
+        call, received = await pair.stream(request)
         received.start()
         received.send_tokens(ids)
         answer = await collect(call)
@@ -115,12 +111,9 @@ async def test_what_comes_behind_a_stop_string_in_one_step_is_dropped(
     assert len(answer.token_ids) == answer.finished.usage.completion_tokens < len(ids)
 
 
-async def test_those_of_the_token_that_ends_are_dropped_with_its_id(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(wanting(1))
-        received = await worker.request()
+async def test_those_of_the_token_that_ends_are_dropped_with_its_id(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, received = await pair.stream(wanting(1))
         received.start()
         received.send_tokens([100, 1], also_ended_by=EOS)
         received.finish(worker_pb2.FINISH_REASON_EOS, EOS)
@@ -128,15 +121,9 @@ async def test_those_of_the_token_that_ends_are_dropped_with_its_id(
     assert answer.token_ids == told(answer.logprobs) == [100, 1]
 
 
-async def test_a_backlog_is_cut_by_what_it_tells(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        start_gateway(worker, max_delta_tokens=10) as gateway,
-    ):
-        call = gateway.stream(wanting(4))
-        received = await worker.request()
+async def test_a_backlog_is_cut_by_what_it_tells(quiet: StartQuiet) -> None:
+    async with quiet(max_delta_tokens=10) as pair:
+        call, received = await pair.stream(wanting(4))
         received.start()
         received.send_tokens([100] * 5)
         received.finish()
@@ -144,19 +131,14 @@ async def test_a_backlog_is_cut_by_what_it_tells(
     assert [len(delta.logprobs) for delta in answer.deltas] == [2, 2, 1]
 
 
-async def test_a_worker_that_leaves_them_out_is_at_fault(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(wanting(1))
-        received = await worker.request()
+async def test_a_worker_that_leaves_them_out_is_at_fault(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, received = await pair.stream(wanting(1))
         received.sends_logprobs = False
         received.start()
         received.send_tokens([100])
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await collect(call)
-        assert caught.value.code() == grpc.StatusCode.INTERNAL
-        await worker.until(lambda: received.abort_reply is False)
+        assert (await error_of(call)).code() == grpc.StatusCode.INTERNAL
+        assert await pair.abort_replies(received) == [False]
 
 
 async def test_a_unary_call_has_them_all(
@@ -173,15 +155,12 @@ async def test_a_unary_call_has_them_all(
     assert told(completion.prompt_logprobs) == [101, 1]
 
 
-async def test_started_waits_for_the_prompts(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_started_waits_for_the_prompts(quiet: StartQuiet) -> None:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[10, 11, 12, 13]), output=pb.OutputOptions(prompt_logprobs=3)
     )
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(request)
-        received = await worker.request()
+    async with quiet() as pair:
+        call, received = await pair.stream(request)
         received.sends_logprobs = False
         received.start(queue_position=3)
         received.send_prompt_logprobs([11])
@@ -206,56 +185,42 @@ async def test_a_prompt_of_one_token_has_none(
     assert answer.token_ids == [10]
 
 
-async def test_a_prompt_that_is_aborted_midway_has_those_that_came(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_a_prompt_that_is_aborted_midway_has_those_that_came(quiet: StartQuiet) -> None:
     request = pb.GenerateRequest(
         request_id="mine",
         token_ids=pb.TokenIds(ids=[10, 11, 12]),
         output=pb.OutputOptions(prompt_logprobs=0),
     )
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(request)
-        received = await worker.request()
+    async with quiet() as pair:
+        call, received = await pair.stream(request)
         received.sends_logprobs = False
         received.start()
         received.send_prompt_logprobs([11])
-        await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine"]))
+        await pair.gateway.stub.Abort(pb.AbortRequest(request_ids=["mine"]))
         answer = await collect(call)
     assert answer.finished.finish_reason == pb.FINISH_REASON_ABORTED
     assert told(list(answer.started.prompt_logprobs)) == [11]
 
 
-async def test_a_token_before_the_prompts_logprobs_is_a_fault(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_a_token_before_the_prompts_logprobs_is_a_fault(quiet: StartQuiet) -> None:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[10, 11]), output=pb.OutputOptions(prompt_logprobs=1)
     )
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(request)
-        received = await worker.request()
+    async with quiet() as pair:
+        call, received = await pair.stream(request)
         received.sends_logprobs = False
         received.start()
         received.send_tokens([100])
         assert await call.code() == grpc.StatusCode.INTERNAL
 
 
-async def test_a_second_worker_tells_the_prompts_anew(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_a_second_worker_tells_the_prompts_anew(quiet_two: StartQuietTwo) -> None:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[10, 11, 12]), output=pb.OutputOptions(prompt_logprobs=0)
     )
-    async with (
-        make_worker(echoes=False) as one,
-        make_worker(echoes=False) as two,
-        start_gateway(one, two) as gateway,
-    ):
-        call = gateway.stream(request)
-        await gateway.until(lambda: bool(one.requests or two.requests))
-        first, second = (one, two) if one.requests else (two, one)
-        received = await first.request()
+    async with quiet_two() as two:
+        call, first, second = await two.stream(request)
+        received = first.requests[0]
         received.sends_logprobs = False
         received.start()
         received.send_prompt_logprobs([11])

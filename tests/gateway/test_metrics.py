@@ -3,15 +3,11 @@
 import asyncio
 import socket
 import urllib.request
-from collections.abc import Callable
 
 import grpc
 
 from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
-
-MakeWorker = Callable[..., FakeWorker]
+from tests.gateway.conftest import MakeWorker, StartGateway
 
 
 def free_port() -> int:

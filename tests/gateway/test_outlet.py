@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,20 +11,17 @@ from gateway.stream_writer import stream_writer
 from shared.notifier import Notifier
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
-from tests.gateway.client import GatewayUnderTest, text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.client import text
+from tests.gateway.conftest import StartQuiet
+from tests.gateway.fake_worker import Received
+from tests.gateway.quiet import Quiet
 
-MakeWorker = Callable[..., FakeWorker]
 Status = grpc.StatusCode
 
 
-async def begun(gateway: GatewayUnderTest, worker: FakeWorker, index: int = 0) -> Any:
+async def begun(pair: Quiet) -> tuple[Any, Received]:
     """A stream whose first token its client has, so that the others take the short way."""
-    call = gateway.stream(text("x", max_tokens=200))
-    request = await worker.request(index)
-    request.start()
-    request.send_tokens([100])
+    call, request = await pair.begun(text("x", max_tokens=200))
     assert (await call.read()).HasField("started")
     assert list((await call.read()).delta.token_ids) == [100]
     return call, request
@@ -39,25 +35,21 @@ async def rest_of(call: Any) -> tuple[list[int], pb.Finished]:
     return token_ids + list(response.finished.trailing_token_ids), response.finished
 
 
-async def test_a_token_that_no_vocabulary_has_ends_its_own_stream_alone(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        bad, bad_request = await begun(gateway, worker, 0)
-        good, good_request = await begun(gateway, worker, 1)
+async def test_a_token_that_no_vocabulary_has_ends_its_own_stream_alone(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        bad, bad_request = await begun(pair)
+        good, good_request = await begun(pair)
         handles = [bad_request.submit.handle, good_request.submit.handle]
         bad_request.send_output(worker_pb2.StepOutput(handles=handles, token_ids=[1 << 30, 101]))
         assert await bad.code() == Status.INTERNAL
-        await worker.until(lambda: bad_request.abort_reply is False)
+        assert await pair.abort_replies(bad_request) == [False]
         good_request.finish()
         assert (await rest_of(good))[0] == [101]
 
 
-async def test_tokens_of_merged_steps_come_in_order(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call, request = await begun(gateway, worker)
+async def test_tokens_of_merged_steps_come_in_order(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await begun(pair)
         handle = request.submit.handle
         request.send_output(
             worker_pb2.StepOutput(
@@ -68,11 +60,9 @@ async def test_tokens_of_merged_steps_come_in_order(
         assert (await rest_of(call))[0] == [101, 102, 103]
 
 
-async def test_an_abort_between_tokens_ends_the_stream_ok(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call, request = await begun(gateway, worker)
+async def test_an_abort_between_tokens_ends_the_stream_ok(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await begun(pair)
         request.send_tokens([101])
         request.finish(worker_pb2.FINISH_REASON_ABORTED)
         token_ids, finished = await rest_of(call)
@@ -80,30 +70,22 @@ async def test_an_abort_between_tokens_ends_the_stream_ok(
     assert finished.finish_reason == pb.FINISH_REASON_ABORTED
 
 
-async def test_a_worker_lost_between_tokens_says_how_far_it_came(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call, request = await begun(gateway, worker)
+async def test_a_worker_lost_between_tokens_says_how_far_it_came(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await begun(pair)
         request.send_tokens([101])
         assert list((await call.read()).delta.token_ids) == [101]
-        await worker.crash()
+        await pair.worker.crash()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() == Status.UNAVAILABLE
     assert "after 2 tokens" in (caught.value.details() or "")
 
 
-async def test_random_steps_reach_every_client_whole(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_random_steps_reach_every_client_whole(quiet: StartQuiet) -> None:
     choices = random.Random(5)
-    async with (
-        make_worker(echoes=False) as worker,
-        start_gateway(worker) as gateway,
-        asyncio.TaskGroup() as tasks,
-    ):
-        streams = [await begun(gateway, worker, index) for index in range(16)]
+    async with quiet() as pair, asyncio.TaskGroup() as tasks:
+        streams = [await begun(pair) for _ in range(16)]
         sent: list[list[int]] = [[] for _ in streams]
         answers = [tasks.create_task(rest_of(call)) for call, _ in streams]
         for _ in range(300):

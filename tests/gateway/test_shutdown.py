@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 import grpc
 import pytest
@@ -14,10 +13,10 @@ from gateway.server import AddressInUseError, running_gateway
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import collect
 from tests.gateway.client import GatewayUnderTest, text
+from tests.gateway.conftest import MakeWorker
 from tests.gateway.fake_worker import FakeWorker
 
 Status = grpc.StatusCode
-MakeWorker = Callable[..., FakeWorker]
 
 
 class Drained:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -15,11 +15,9 @@ from grpc_health.v1 import health_pb2
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import violated_fields
 from tests.gateway.client import GatewayUnderTest, text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.conftest import MakeWorker, StartGateway
 
 Status = grpc.StatusCode
-MakeWorker = Callable[..., FakeWorker]
 
 REFUSING_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}"

@@ -1,7 +1,5 @@
 """Stop strings are found wherever they fall, and nothing else is held back."""
 
-from collections.abc import Callable
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,10 +9,8 @@ from gateway.tokenizer import TextTokenizer
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import Collected, collect
 from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 from tests.gateway.fake_worker import FakeWorker
-
-MakeWorker = Callable[..., FakeWorker]
 
 # A small alphabet, so that strings overlap themselves and each other.
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -213,14 +209,14 @@ async def test_a_stop_string_is_kept_when_asked_for(
 
 
 async def test_a_stop_that_only_the_flush_completes_still_stops(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2: TextTokenizer
 ) -> None:
     cut = len(smollm2.encode("ab😀", add_special_tokens=False)) - 1
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(
+    async with quiet() as pair:
+        call = pair.gateway.stream(
             text("x", stopping=pb.StopConditions(stop_strings=["b\ufffd"]), max_tokens=cut)
         )
-        request = await worker.request()
+        request = await pair.worker.request()
         request.start()
         request.send_tokens(smollm2.encode("ab😀", add_special_tokens=False)[:cut])
         request.finish()

@@ -1,7 +1,5 @@
 """What a stream says of a completion: text, tokens, end, usage and timings."""
 
-from collections.abc import Callable
-
 import pytest
 
 from gateway.tokenizer import TextTokenizer
@@ -9,10 +7,7 @@ from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
 from tests.answers import collect
 from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
-
-MakeWorker = Callable[..., FakeWorker]
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 
 
 async def test_an_echo_comes_back_whole_with_its_usage(
@@ -57,13 +52,10 @@ async def test_the_request_id_is_in_the_first_metadata(
     assert len(given) == 32
 
 
-async def test_tokens_that_wait_become_one_delta(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
-) -> None:
+async def test_tokens_that_wait_become_one_delta(quiet: StartQuiet, smollm2: TextTokenizer) -> None:
     ids = smollm2.encode("one two three four", add_special_tokens=False)
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x"))
-        request = await worker.request()
+    async with quiet() as pair:
+        call, request = await pair.stream()
         request.start()
         request.send_tokens(ids)
         request.finish()
@@ -71,15 +63,9 @@ async def test_tokens_that_wait_become_one_delta(
     assert [list(delta.token_ids) for delta in answer.deltas] == [ids]
 
 
-async def test_a_long_backlog_is_cut_into_bounded_deltas(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with (
-        make_worker(echoes=False) as worker,
-        start_gateway(worker, max_delta_tokens=4) as gateway,
-    ):
-        call = gateway.stream(text("x"))
-        request = await worker.request()
+async def test_a_long_backlog_is_cut_into_bounded_deltas(quiet: StartQuiet) -> None:
+    async with quiet(max_delta_tokens=4) as pair:
+        call, request = await pair.stream()
         request.start()
         request.send_tokens([100] * 10)
         request.finish()
@@ -160,18 +146,14 @@ async def test_a_chat_is_rendered_and_encoded_without_a_second_bos(
     assert rendered.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_a_time_limit_and_a_stop_token_end_ok(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(text("x", time_limit_ms=500))
-        request = await worker.request()
+async def test_a_time_limit_and_a_stop_token_end_ok(quiet: StartQuiet) -> None:
+    async with quiet() as pair:
+        call, request = await pair.stream(text("x", time_limit_ms=500))
         assert request.submit.time_limit_ms == 500
         request.finish(worker_pb2.FINISH_REASON_TIME_LIMIT)
         limited = await collect(call)
         stopping = pb.StopConditions(stop_token_ids=[9])
-        call = gateway.stream(text("x", stopping=stopping))
-        request = await worker.request(1)
+        call, request = await pair.stream(text("x", stopping=stopping))
         request.start()
         request.finish(worker_pb2.FINISH_REASON_STOP_TOKEN, 9)
         stopped = await collect(call)

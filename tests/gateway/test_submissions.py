@@ -1,6 +1,5 @@
 """What a request asks for reaches the worker, every field of it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,10 +11,8 @@ from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2
 from tests.answers import collect, violated_fields
 from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 
-MakeWorker = Callable[..., FakeWorker]
 Structure = worker_pb2.StructuredOutput
 
 
@@ -87,13 +84,10 @@ async def test_a_structure_is_sent_in_its_kind(
     assert submit.structured_output == expected
 
 
-async def test_what_the_worker_says_of_a_grammar_names_its_field(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_what_the_worker_says_of_a_grammar_names_its_field(quiet: StartQuiet) -> None:
     request = text("hi", structured_output=pb.StructuredOutput(regex="a("))
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        call = gateway.stream(request)
-        received = await worker.request()
+    async with quiet() as pair:
+        call, received = await pair.stream(request)
         field = "structured_output.regex"
         received.fail(Code.INVALID_ARGUMENT, f"{field}: missing )", field=field)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

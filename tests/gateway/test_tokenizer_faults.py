@@ -14,12 +14,10 @@ import pytest
 from gateway.tokenizer import TemplateLimits, TokenizerFaultError, build_tokenizer, panics_as_errors
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.gateway.client import text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.conftest import MakeWorker, StartGateway
 from tests.gateway.synthetic_tokenizers import WORDS, metaspace_files
 
 Status = grpc.StatusCode
-MakeWorker = Callable[..., FakeWorker]
 
 # Takes a last "b" off, and panics where a text has no character at all.
 FRAIL_DECODER = {

@@ -1,6 +1,6 @@
 """The gateway's span of each generation, and what the worker gets of it."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,10 +13,9 @@ from gateway.server import running_gateway
 from shared.errors import Code
 from tests.answers import collect
 from tests.gateway.client import GatewayUnderTest, text
+from tests.gateway.conftest import MakeWorker
 from tests.gateway.fake_worker import FakeWorker
 from tests.traces import Spans, id_of, parent_of, seconds, trace_of, traceparent_of
-
-MakeWorker = Callable[..., FakeWorker]
 
 STREAM = "tandem.v1.InferenceService/GenerateStream"
 UNARY = "tandem.v1.InferenceService/Generate"

@@ -1,7 +1,6 @@
 """The hop to the workers: TLS, a client's certificate, and the token that workers ask for."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from shared.errors import SettingsError
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.certificates import Authority
 from tests.gateway.client import GatewayUnderTest, text
-from tests.gateway.conftest import StartGateway
-from tests.gateway.fake_worker import FakeWorker
-
-MakeWorker = Callable[..., FakeWorker]
+from tests.gateway.conftest import MakeWorker, StartGateway
 
 
 async def test_a_worker_behind_mutual_tls_serves(
