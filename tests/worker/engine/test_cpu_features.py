@@ -13,17 +13,28 @@ import torch
 from transformers import PreTrainedModel
 
 from shared.errors import EngineError
-from shared.types import SamplingParams, StructuredOutput, StructureKind
+from shared.types import SamplingParams
+from tests.worker.engine.feature_requests import (
+    ANY_RULE,
+    EOS,
+    assert_logprobs,
+    by_position,
+    logits_of,
+    only,
+    prompt_of,
+    rank_of,
+    request,
+    varied,
+)
 from tests.worker.engine.plans import PlanBuilder
-from tests.worker.engine.serving import Entry, Served, Server, bitmasks_of
-from tests.worker.models.tiny import VOCAB_SIZE, Shape, load_tiny, write_checkpoint
+from tests.worker.engine.serving import Entry, Served, Server
+from tests.worker.models.tiny import Shape, load_tiny, write_checkpoint
 from worker.engine.cpu import CpuEngine, CpuEngineConfig
-from worker.messages import Failed, NewRequest
+from worker.messages import Failed
 from worker.scheduler.config import SchedulerConfig
-from worker.step import Int32Array, StepPlan
 
-_EOS = 2
-_ANY_RULE = StructuredOutput(StructureKind.REGEX, ".*")
+# As many as the engines have rows.
+_NUM_ROWS = 6
 
 
 @pytest.fixture(scope="module")
@@ -44,41 +55,10 @@ def cramped(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[CpuEngine]:
 
 
 def _opened(folder: Path, *, num_pages: int) -> Iterator[CpuEngine]:
-    config = CpuEngineConfig(page_size=4, num_pages=num_pages, max_rows=6, max_context=128)
+    config = CpuEngineConfig(page_size=4, num_pages=num_pages, max_rows=_NUM_ROWS, max_context=128)
     engine = CpuEngine(lambda: load_tiny(folder, prepack=True), config)
     yield engine
     engine.close()
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
-
-
-def _request(uid: int, prompt: list[int], max_tokens: int = 16, **fields: Any) -> NewRequest:
-    fields.setdefault("sampling", SamplingParams(temperature=0.0))
-    return NewRequest(uid, np.array(prompt, np.int32), max_tokens, **fields)
-
-
-def _varied(num_tokens: int = 20) -> list[NewRequest]:
-    """One request for each way of drawing, no two alike."""
-    params = [
-        SamplingParams(temperature=1.0, seed=1, repetition_penalty=1.4),
-        SamplingParams(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5),
-        SamplingParams(temperature=1.2, seed=2, top_k=20, min_p=0.01, presence_penalty=-1.0),
-        SamplingParams(temperature=0.8, seed=3, top_p=0.9, logit_bias=((7, 5.0), (8, -100.0))),
-        SamplingParams(temperature=1.0, seed=4, allowed_token_ids=tuple(range(10, 60))),
-        SamplingParams(temperature=1.0, seed=5),
-    ]
-    return [
-        _request(uid, _prompt(9 + 4 * uid, uid), num_tokens, sampling=one, ignore_eos=True)
-        for uid, one in enumerate(params, 1)
-    ]
-
-
-def _logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits
 
 
 def _greedy_with_penalties(
@@ -87,7 +67,7 @@ def _greedy_with_penalties(
     """Transformers' logits, adjusted densely in float64."""
     tokens = list(prompt)
     for _ in range(count):
-        values = _logits_of(model, tokens)[-1].double().numpy()
+        values = logits_of(model, tokens)[-1].double().numpy()
         for token in set(tokens):
             positive = values[token] > 0
             values[token] *= (
@@ -107,19 +87,19 @@ def test_greedy_tokens_with_penalties_are_the_reference_s(
     params = SamplingParams(
         temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4
     )
-    prompt = _prompt(20, 1)
+    prompt = prompt_of(20, 1)
     (served,) = Server(engine, overlap=overlap).serve(
-        _request(1, prompt, 30, sampling=params, ignore_eos=True)
+        request(1, prompt, 30, sampling=params, ignore_eos=True)
     )
     assert served.token_ids == _greedy_with_penalties(checkpoint[1], prompt, 30, params)
-    plain = Server(engine, overlap=overlap).serve(_request(1, prompt, 30, ignore_eos=True))
+    plain = Server(engine, overlap=overlap).serve(request(1, prompt, 30, ignore_eos=True))
     assert plain[0].token_ids != served.token_ids
 
 
 def test_any_way_of_drawing_gives_the_same_tokens_in_every_circumstance(
     engine: CpuEngine, cramped: CpuEngine
 ) -> None:
-    requests = _varied()
+    requests = varied(_NUM_ROWS)
     alone = [Server(engine).serve(request)[0].token_ids for request in requests]
     assert all(len(tokens) == 20 for tokens in alone)
     small_budget = SchedulerConfig(token_budget=7)
@@ -140,31 +120,31 @@ def test_only_allowed_ids_and_never_a_forbidden_bias_are_drawn(engine: CpuEngine
         one = SamplingParams(temperature=temperature, seed=9, allowed_token_ids=allowed)
         other = SamplingParams(temperature=temperature, seed=9, logit_bias=((77, 100.0),))
         first, second = Server(engine).serve(
-            _request(1, _prompt(5, 2), 40, sampling=one),
-            _request(2, _prompt(5, 2), 10, sampling=other),
+            request(1, prompt_of(5, 2), 40, sampling=one),
+            request(2, prompt_of(5, 2), 10, sampling=other),
         )
         assert set(first.token_ids) <= set(allowed)
         assert set(second.token_ids) == {77}
 
 
 def test_no_request_ends_before_its_min_tokens(engine: CpuEngine) -> None:
-    params = SamplingParams(temperature=1.0, seed=3, logit_bias=((_EOS, 60.0), (5, 55.0)))
+    params = SamplingParams(temperature=1.0, seed=3, logit_bias=((EOS, 60.0), (5, 55.0)))
     for min_tokens in (0, 1, 6):
         fields: dict[str, Any] = {"sampling": params, "stop_token_ids": (5,)}
         (served,) = Server(engine).serve(
-            _request(1, _prompt(12, 3), 20, min_tokens=min_tokens, **fields)
+            request(1, prompt_of(12, 3), 20, min_tokens=min_tokens, **fields)
         )
         assert len(served.token_ids) == min_tokens
-        assert served.finished.matched_token_id == _EOS
+        assert served.finished.matched_token_id == EOS
         assert served.finished.completion_tokens == min_tokens + 1
 
 
 def test_with_eos_ignored_min_tokens_bans_stop_tokens_alone(engine: CpuEngine) -> None:
-    params = SamplingParams(temperature=0.0, logit_bias=((_EOS, 60.0), (5, 90.0)))
+    params = SamplingParams(temperature=0.0, logit_bias=((EOS, 60.0), (5, 90.0)))
     (served,) = Server(engine).serve(
-        _request(
+        request(
             1,
-            _prompt(12, 3),
+            prompt_of(12, 3),
             20,
             sampling=params,
             min_tokens=3,
@@ -172,30 +152,22 @@ def test_with_eos_ignored_min_tokens_bans_stop_tokens_alone(engine: CpuEngine) -
             ignore_eos=True,
         )
     )
-    assert served.token_ids == [_EOS] * 3
+    assert served.token_ids == [EOS] * 3
     assert served.finished.matched_token_id == 5
 
 
 def _assert_logprobs(
     entries: list[Entry], tokens: list[int], logits: torch.Tensor, num_top: int
 ) -> None:
-    """Entry i is of tokens[i], which logits[i] predict."""
-    wanted = torch.log_softmax(logits.double(), dim=-1)
-    assert [entry.token_id for entry in entries] == tokens
-    for i, entry in enumerate(entries):
-        assert entry.logprob == pytest.approx(float(wanted[i, entry.token_id]), abs=1e-4)
-        assert entry.rank == 1 + int((wanted[i] > wanted[i, entry.token_id] + 1e-5).sum())
-        assert len(entry.top_ids) == num_top
-        top = wanted[i].topk(num_top).values.tolist()
-        assert list(entry.top_logprobs) == pytest.approx(top, abs=1e-4)
-        given = wanted[i, torch.tensor(entry.top_ids, dtype=torch.int64)].tolist()
-        assert list(entry.top_logprobs) == pytest.approx(given, abs=1e-4)
+    assert_logprobs(entries, tokens, logits, num_top, rounding=1e-4)
+    ranks = [rank_of(token, logits[i], margin=1e-5) for i, token in enumerate(tokens)]
+    assert [entry.rank for entry in entries] == ranks
 
 
 def _assert_all_logprobs(
     model: PreTrainedModel, prompt: list[int], served: Served, num_top: int, num_prompt_top: int
 ) -> None:
-    logits = _logits_of(model, [*prompt, *served.token_ids])
+    logits = logits_of(model, [*prompt, *served.token_ids])
     output = logits[len(prompt) - 1 : len(prompt) - 1 + len(served.token_ids)]
     _assert_logprobs(served.logprobs, served.token_ids, output, num_top)
     _assert_logprobs(served.prompt_logprobs, prompt[1:], logits[: len(prompt) - 1], num_prompt_top)
@@ -211,16 +183,16 @@ def test_logprobs_are_transformers_own_whole_or_in_chunks_and_with_a_warm_cache(
 ) -> None:
     # What is drawn is from adjusted logits, what is told is of the model's own.
     params = SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.5, top_k=30)
-    prompt = _prompt(33, 5)
+    prompt = prompt_of(33, 5)
     config = SchedulerConfig(token_budget=token_budget)
     server = Server(engine, overlap=overlap, config=config)
     fields: dict[str, Any] = {"sampling": params, "ignore_eos": True}
     asked = {"logprobs": 5, "prompt_logprobs": 3} | fields
-    (cold,) = server.serve(_request(1, prompt, 12, **asked))
+    (cold,) = server.serve(request(1, prompt, 12, **asked))
     warm, other, plain = server.serve(
-        _request(2, prompt, 12, **asked),
-        _request(3, prompt[:20], 12, logprobs=0, prompt_logprobs=20, **fields),
-        _request(4, prompt, 12, **fields),
+        request(2, prompt, 12, **asked),
+        request(3, prompt[:20], 12, logprobs=0, prompt_logprobs=20, **fields),
+        request(4, prompt, 12, **fields),
     )
     for served in (cold, warm):
         _assert_all_logprobs(checkpoint[1], prompt, served, 5, 3)
@@ -235,9 +207,9 @@ def test_logprobs_are_transformers_own_whole_or_in_chunks_and_with_a_warm_cache(
 def test_logprobs_come_once_and_right_across_preemptions(
     cramped: CpuEngine, checkpoint: tuple[Path, PreTrainedModel], overlap: bool
 ) -> None:
-    prompts = [_prompt(25 + uid, uid) for uid in range(6)]
+    prompts = [prompt_of(25 + uid, uid) for uid in range(6)]
     requests = [
-        _request(
+        request(
             uid,
             prompt,
             24,
@@ -257,53 +229,43 @@ def test_logprobs_come_once_and_right_across_preemptions(
 
 
 def test_the_token_that_ends_a_request_has_no_entry(engine: CpuEngine) -> None:
-    params = SamplingParams(temperature=0.0, logit_bias=((_EOS, 100.0),))
+    params = SamplingParams(temperature=0.0, logit_bias=((EOS, 100.0),))
     (served,) = Server(engine).serve(
-        _request(1, _prompt(8, 7), 20, sampling=params, min_tokens=4, logprobs=1)
+        request(1, prompt_of(8, 7), 20, sampling=params, min_tokens=4, logprobs=1)
     )
     assert len(served.logprobs) == len(served.token_ids) == 4
-
-
-def _only(*allowed: int) -> Int32Array:
-    flags = np.zeros((1, VOCAB_SIZE), np.bool_)
-    flags[0, list(allowed)] = True
-    return bitmasks_of(flags)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_masks_decide_what_their_rows_may_sample_and_nothing_of_others(
     engine: CpuEngine, overlap: bool
 ) -> None:
-    def masks(plan: StepPlan) -> Int32Array:
-        positions = (plan.cached_lens + plan.extend_lens)[plan.masked]
-        return np.concatenate([_only(int(at) % VOCAB_SIZE, 3) for at in positions])
-
-    free = _request(1, _prompt(10, 8), 12, ignore_eos=True)
+    free = request(1, prompt_of(10, 8), 12, ignore_eos=True)
     bound = [
-        _request(
+        request(
             uid,
-            _prompt(10 + uid, uid),
+            prompt_of(10 + uid, uid),
             12,
             sampling=SamplingParams(temperature=2.0, seed=uid),
-            structured_output=_ANY_RULE,
+            structured_output=ANY_RULE,
         )
         for uid in (2, 3)
     ]
     wanted = Server(engine).serve(free)[0].token_ids
-    served = Server(engine, overlap=overlap, masks=masks).serve(bound[0], free, bound[1])
+    served = Server(engine, overlap=overlap, masks=by_position).serve(bound[0], free, bound[1])
     assert served[1].token_ids == wanted
-    for request, one in ((bound[0], served[0]), (bound[1], served[2])):
-        start = len(request.prompt_token_ids)
-        assert len(one.token_ids) == 12
-        assert all(t in (3, start + i) for i, t in enumerate(one.token_ids))
+    for asked, given in ((bound[0], served[0]), (bound[1], served[2])):
+        start = len(asked.prompt_token_ids)
+        assert len(given.token_ids) == 12
+        assert all(t in (3, start + i) for i, t in enumerate(given.token_ids))
 
 
 def test_a_masked_step_waits_for_its_masks_and_later_steps_for_it(engine: CpuEngine) -> None:
     builder = PlanBuilder(page_size=4, num_pages=128, max_rows=6)
-    first = replace(builder.plan(prefill={0: _prompt(6, 1)}), masked=np.zeros(1, np.int32))
+    first = replace(builder.plan(prefill={0: prompt_of(6, 1)}), masked=np.zeros(1, np.int32))
     second = builder.plan(decode=[0])
     steps = [engine.launch(first), engine.launch(second)]
-    reused = _only(17)
+    reused = only(17)
     steps[0].provide_masks(reused)
     reused.fill(0)
     results = [step.result() for step in steps]
@@ -313,10 +275,10 @@ def test_a_masked_step_waits_for_its_masks_and_later_steps_for_it(engine: CpuEng
 
 def test_a_mask_that_allows_nothing_makes_its_own_row_faulty(engine: CpuEngine) -> None:
     builder = PlanBuilder(page_size=4, num_pages=128, max_rows=6)
-    prefill = {0: _prompt(6, 1), 1: _prompt(6, 1)}
+    prefill = {0: prompt_of(6, 1), 1: prompt_of(6, 1)}
     plan = replace(builder.plan(prefill=prefill), masked=np.array([1], np.int32))
     step = engine.launch(plan)
-    step.provide_masks(_only())
+    step.provide_masks(only())
     assert step.result().faulty.tolist() == [False, True]
 
 
@@ -328,7 +290,7 @@ def test_closing_gives_up_steps_that_never_get_their_masks(
     builder = PlanBuilder(page_size=4, num_pages=64, max_rows=6)
     masked = np.zeros(1, np.int32)
     steps = [
-        engine.launch(replace(builder.plan(prefill={0: _prompt(6, 1)}), masked=masked)),
+        engine.launch(replace(builder.plan(prefill={0: prompt_of(6, 1)}), masked=masked)),
         engine.launch(replace(builder.plan(decode=[0]), masked=masked)),
     ]
     closing = Thread(target=engine.close)
@@ -336,14 +298,14 @@ def test_closing_gives_up_steps_that_never_get_their_masks(
     closing.join(30)
     assert not closing.is_alive()
     for step in steps:
-        step.provide_masks(_only(1))
+        step.provide_masks(only(1))
         with pytest.raises(EngineError):
             step.result()
 
 
 def test_adjusted_rows_whose_opening_was_lost_do_no_harm(engine: CpuEngine) -> None:
     builder = PlanBuilder(page_size=4, num_pages=128, max_rows=6)
-    prompts = {4: _prompt(6, 1), 5: _prompt(7, 2)}
+    prompts = {4: prompt_of(6, 1), 5: prompt_of(7, 2)}
     wanted = engine.launch(builder.plan(prefill=prompts)).result()
     builder = PlanBuilder(page_size=4, num_pages=128, max_rows=6)
     lost = replace(builder.plan(prefill=prompts), adjusted=np.array([1], np.int32))
@@ -360,7 +322,7 @@ def test_an_unsound_row_is_faulty_even_where_a_mask_hides_what_is_wrong(
     engine = CpuEngine(lambda: model, config)
     params = SamplingParams(temperature=0.0, allowed_token_ids=(5, 6))
     try:
-        (served,) = Server(engine).serve(_request(1, _prompt(6, 1), sampling=params))
+        (served,) = Server(engine).serve(request(1, prompt_of(6, 1), sampling=params))
     finally:
         engine.close()
     assert not served.token_ids

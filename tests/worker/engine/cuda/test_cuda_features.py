@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +10,26 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.errors import EngineError
-from shared.types import SamplingParams, StructuredOutput, StructureKind
+from shared.types import SamplingParams
+from tests.worker.engine.feature_requests import (
+    ANY_RULE,
+    EOS,
+    assert_logprobs,
+    by_position,
+    logits_of,
+    only,
+    prompt_of,
+    rank_of,
+    request,
+    varied,
+)
 from tests.worker.engine.plans import PlanBuilder
-from tests.worker.engine.serving import Entry, Served, Server, bitmasks_of
-from tests.worker.models.tiny import SHAPES, VOCAB_SIZE, write_checkpoint
+from tests.worker.engine.serving import Entry, Served, Server
+from tests.worker.models.tiny import SHAPES, write_checkpoint
 from worker.engine.adjustments import RowAdjustment
 from worker.messages import NewRequest
 from worker.scheduler.config import SchedulerConfig
-from worker.step import Int32Array, RowOpening, StepPlan
+from worker.step import RowOpening
 
 pytest.importorskip("flashinfer", reason="FlashInfer is an extra for machines with a GPU")
 pytestmark = [
@@ -30,10 +41,9 @@ from worker.checkpoint.open import open_checkpoint  # noqa: E402
 from worker.engine.cuda.engine import CudaEngine  # noqa: E402
 from worker.engine.cuda.open import CudaOptions, open_cuda_engine  # noqa: E402
 
-EOS = 2
-ANY_RULE = StructuredOutput(StructureKind.REGEX, ".*")
-OPTIONS = CudaOptions(max_rows=8, token_budget=64, kv_pages=256)
-CONFIG = SchedulerConfig(token_budget=64, max_running=8, check_integrity=True)
+NUM_ROWS = 8
+OPTIONS = CudaOptions(max_rows=NUM_ROWS, token_budget=64, kv_pages=256)
+CONFIG = SchedulerConfig(token_budget=64, max_running=NUM_ROWS, check_integrity=True)
 # Of a log-probability, between bfloat16 arithmetic and float32's: logits between 4 and 8 are
 # 0.03 apart in bfloat16, and their hidden states are rounded in every layer.
 ROUNDING = 0.12
@@ -66,40 +76,13 @@ def engine(folder: Path) -> Iterator[CudaEngine]:
     engine.close()
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB_SIZE, length)]
-
-
-def request(uid: int, prompt: list[int], max_tokens: int = 16, **fields: Any) -> NewRequest:
-    fields.setdefault("sampling", SamplingParams(temperature=0.0))
-    return NewRequest(uid, np.array(prompt, np.int32), max_tokens, **fields)
-
-
-def varied(num_tokens: int = 20) -> list[NewRequest]:
-    """One request for each way of drawing, as many as there are rows."""
-    params = [
-        SamplingParams(temperature=1.0, seed=1, repetition_penalty=1.4),
-        SamplingParams(temperature=0.0, frequency_penalty=1.5, presence_penalty=0.5),
-        SamplingParams(temperature=1.2, seed=2, top_k=20, min_p=0.01, presence_penalty=-1.0),
-        SamplingParams(temperature=0.8, seed=3, top_p=0.9, logit_bias=((7, 5.0), (8, -100.0))),
-        SamplingParams(temperature=1.0, seed=4, allowed_token_ids=tuple(range(10, 60))),
-        SamplingParams(temperature=1.0, seed=5),
-        SamplingParams(temperature=1.0, seed=6, top_k=20, top_p=0.9),
-        SamplingParams(temperature=0.0),
-    ]
-    return [
-        request(uid, prompt_of(9 + 4 * uid, uid), num_tokens, sampling=one, ignore_eos=True)
-        for uid, one in enumerate(params, 1)
-    ]
-
-
 def tokens_of(served: list[Served]) -> list[list[int]]:
     return [one.token_ids for one in served]
 
 
 def test_overlap_changes_no_token_of_any_way_of_drawing(engine: CudaEngine) -> None:
     served = [
-        tokens_of(Server(engine, config=CONFIG, overlap=on).serve(*varied()))
+        tokens_of(Server(engine, config=CONFIG, overlap=on).serve(*varied(NUM_ROWS)))
         for on in (True, False)
     ]
     assert served[0] == served[1]
@@ -184,30 +167,16 @@ def test_no_request_ends_before_its_min_tokens(engine: CudaEngine, overlap: bool
     assert {one.finished.matched_token_id for one in served} == {EOS}
 
 
-def logits_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits
-
-
-def assert_logprobs(
+def assert_entries(
     entries: list[Entry], tokens: list[int], logits: torch.Tensor, num_top: int
 ) -> None:
-    """Entry i is of tokens[i], which logits[i] predict."""
-    wanted = torch.log_softmax(logits.double(), dim=-1)
-    assert [entry.token_id for entry in entries] == tokens
+    """Log-probabilities and ranks, as near as bfloat16 arithmetic gives them."""
+    assert_logprobs(entries, tokens, logits, num_top, rounding=ROUNDING)
     for i, entry in enumerate(entries):
-        assert entry.logprob == pytest.approx(float(wanted[i, entry.token_id]), abs=ROUNDING)
-        mine = wanted[i, entry.token_id]
         surely, perhaps = (
-            1 + int((wanted[i] > mine + margin).sum()) for margin in (ROUNDING, -ROUNDING)
+            rank_of(entry.token_id, logits[i], margin=margin) for margin in (ROUNDING, -ROUNDING)
         )
         assert surely <= entry.rank <= perhaps
-        assert len(entry.top_ids) == num_top == len(set(entry.top_ids))
-        top = wanted[i].topk(num_top).values.tolist()
-        assert list(entry.top_logprobs) == pytest.approx(top, abs=ROUNDING)
-        given = wanted[i, torch.tensor(entry.top_ids, dtype=torch.int64)].tolist()
-        assert list(entry.top_logprobs) == pytest.approx(given, abs=ROUNDING)
 
 
 # Alone, in a graph with padding, and in the largest graph: each has its logits elsewhere.
@@ -235,15 +204,16 @@ def test_logprobs_are_those_of_transformers(
             prompt = asked.prompt_token_ids.tolist()
             logits = logits_of(model, [*prompt, *given.token_ids])
             output = logits[len(prompt) - 1 : -1]
-            assert_logprobs(given.logprobs, given.token_ids, output, 5)
-            assert_logprobs(given.prompt_logprobs, prompt[1:], logits[: len(prompt) - 1], 20)
+            assert_entries(given.logprobs, given.token_ids, output, 5)
+            assert_entries(given.prompt_logprobs, prompt[1:], logits[: len(prompt) - 1], 20)
 
 
 def test_graphs_change_nothing_of_what_features_give(engine: CudaEngine, folder: Path) -> None:
     # Prefilled in one step and as long as each other, as many as the largest graph holds: no
     # padding rows, whose number chooses the LM head's kernel.
     requests = [
-        replace(one, logprobs=3, prompt_token_ids=one.prompt_token_ids[:8]) for one in varied()
+        replace(one, logprobs=3, prompt_token_ids=one.prompt_token_ids[:8])
+        for one in varied(NUM_ROWS)
     ]
     with_graphs = Server(engine, config=CONFIG).serve(*requests)
     eager = opened(folder, replace(OPTIONS, graphs=False))
@@ -273,18 +243,7 @@ def test_features_survive_preemption(folder: Path, model: PreTrainedModel) -> No
         # A count that was forgotten, or made twice, would favour another of the four.
         assert_best_of_adjusted(model, asked, given)
         prompt = asked.prompt_token_ids.tolist()
-        assert_logprobs(given.prompt_logprobs, prompt[1:], logits_of(model, prompt)[:-1], 1)
-
-
-def only(*allowed: int) -> Int32Array:
-    flags = np.zeros((1, VOCAB_SIZE), np.bool_)
-    flags[0, list(allowed)] = True
-    return bitmasks_of(flags)
-
-
-def by_position(plan: StepPlan) -> Int32Array:
-    positions = (plan.cached_lens + plan.extend_lens)[plan.masked]
-    return np.concatenate([only(int(at) % VOCAB_SIZE, 3) for at in positions])
+        assert_entries(given.prompt_logprobs, prompt[1:], logits_of(model, prompt)[:-1], 1)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
