@@ -1,5 +1,8 @@
 """An engine whose i-th output token is the prompt's i-th token, then eos.
 
+While min_tokens bans eos and stop ids it goes round its prompt instead, past those that are
+banned. Of the adjustments of logits that is the only one it heeds.
+
 It goes the whole way of a real one: its KV pool holds the token id that each slot was
 written for, and it reads the token to echo back through the page table. So a page that is
 freed too early, given twice or mapped wrongly shows as wrong text. It makes any sequence
@@ -19,6 +22,7 @@ from worker.step import (
     EngineInfo,
     Int32Array,
     LogprobsPlan,
+    RowOpening,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -94,6 +98,8 @@ class EchoEngine:
         self._failing_steps = frozenset(failing_steps)
         self._faulty_rows = frozenset(faulty_rows)
         self._memory = EchoMemory(info)
+        # By row, of the last request that was opened there; used on the engine's thread alone.
+        self._openings: dict[int, RowOpening] = {}
         self._num_launched = 0
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="echo-engine")
@@ -115,6 +121,7 @@ class EchoEngine:
         if step in self._failing_steps:
             raise EngineError(f"step {step} was told to fail")
         self._memory.write(plan)
+        self._openings.update((opening.row, opening) for opening in plan.openings)
         token_ids = self._echo(plan)
         self._memory.store(plan, token_ids)
         # The work is part of the step's time, so that the pace is that of a real engine.
@@ -131,7 +138,16 @@ class EchoEngine:
         # Rows that sample nothing yet have a negative index; what they get is not read.
         in_prompt = np.clip(index, 0, plan.prompt_lens - 1)
         echoed = self._memory.read(plan.rows, in_prompt)
-        return np.where(index < plan.prompt_lens, echoed, self._eos_token_id).astype(np.int32)
+        token_ids = np.where(index < plan.prompt_lens, echoed, self._eos_token_id).astype(np.int32)
+        for i in plan.adjusted.tolist():
+            opening = self._openings.get(int(plan.rows[i]))
+            # A row whose step failed before it was opened is named, but not read.
+            if opening is None or plan.cached_lens[i] + plan.extend_lens[i] >= opening.min_len:
+                continue
+            if token_ids[i] in opening.banned_ids:
+                prompt = self._memory.read(plan.rows[i], np.arange(plan.prompt_lens[i]))
+                token_ids[i] = _next_free(prompt, int(index[i]), opening.banned_ids)
+        return token_ids
 
 
 class EchoStep:
@@ -148,6 +164,16 @@ class EchoStep:
 
     def result(self) -> StepResult:
         return self._future.result()
+
+
+def _next_free(prompt: Int32Array, index: int, banned_ids: Int32Array) -> int:
+    """The first token at or after `index` that is not banned, round and round the prompt."""
+    turned = np.roll(prompt, -index)
+    free = turned[~np.isin(turned, banned_ids)]
+    if not len(free):
+        # Of one id more than there are banned ones, one is free.
+        free = np.setdiff1d(np.arange(len(banned_ids) + 1), banned_ids)
+    return int(free[0])
 
 
 def _certain(num_entries: int) -> TokenLogprobs | None:

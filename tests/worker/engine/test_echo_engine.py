@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shared.errors import EngineError
+from shared.types import SamplingParams
 from worker.engine.echo import UNWRITTEN, EchoEngine
 from worker.engine.null import NullEngine
 from worker.messages import NewRequest, StepOutput
@@ -65,6 +66,44 @@ def test_each_request_gets_its_own_prompt_back(engine: EchoEngine) -> None:
         assert tokens_of(outputs, uid) == prompt
     ends = [end for output in outputs for end in output.finished]
     assert [end.matched_token_id for end in ends] == [EOS, EOS, EOS]
+
+
+def test_until_min_tokens_it_goes_round_its_prompt(engine: EchoEngine) -> None:
+    asking = replace(request(1, [11, 12, 13]), min_tokens=8)
+    outputs = run(scheduler_with(asking, request(2, [21, 22])), engine)
+    assert tokens_of(outputs, 1) == [11, 12, 13, 11, 12, 13, 11, 12]
+    assert tokens_of(outputs, 2) == [21, 22]
+    ends = {end.uid: end for output in outputs for end in output.finished}
+    # The eos counts.
+    assert (ends[1].matched_token_id, ends[1].completion_tokens) == (EOS, 9)
+
+
+def test_until_min_tokens_it_passes_over_stop_ids_in_its_prompt(engine: EchoEngine) -> None:
+    asking = replace(request(1, [11, 12, EOS, 13]), stop_token_ids=(12,), min_tokens=5)
+    outputs = run(scheduler_with(asking), engine)
+    # After the fifth token, the prompt is over.
+    assert tokens_of(outputs, 1) == [11, 13, 13, 13, 11]
+    (end,) = (end for output in outputs for end in output.finished)
+    assert end.matched_token_id == EOS
+
+
+def test_what_is_adjusted_for_good_is_banned_only_until_min_tokens(engine: EchoEngine) -> None:
+    penalised = SamplingParams(repetition_penalty=2.0)
+    asking = replace(request(1, [11, 12]), sampling=penalised, min_tokens=3)
+    assert tokens_of(run(scheduler_with(asking), engine), 1) == [11, 12, 11]
+
+
+def test_a_prompt_of_banned_ids_alone_is_not_echoed_until_min_tokens(engine: EchoEngine) -> None:
+    asking = replace(request(1, [0, EOS]), stop_token_ids=(0,), min_tokens=3)
+    outputs = run(scheduler_with(asking), engine)
+    assert tokens_of(outputs, 1) == [1, 1, 1]
+
+
+def test_the_next_request_in_a_row_is_free_of_the_bans_of_the_last(engine: EchoEngine) -> None:
+    scheduler = scheduler_with(replace(request(1, [11]), min_tokens=4))
+    run(scheduler, engine)
+    scheduler.add(request(2, [21]), 0.0)
+    assert tokens_of(run(scheduler, engine), 2) == [21]
 
 
 def test_a_wrong_page_shows_as_wrong_text(engine: EchoEngine) -> None:
