@@ -251,12 +251,13 @@ class EngineLoop:
                 self._scheduler.release(uid)
         except ServingError as error:
             self._scheduler.fail_request(uid, error)
-        except Exception as error:
+        except Exception:
             _log.exception("the structured output of request %d could not be begun", uid)
             # It is in the queue already, and nobody else would ever let it go.
-            self._scheduler.fail_request(
-                uid, ServingError(f"the structured output could not be begun: {error}")
+            fault = ServingError(
+                "the structured output could not be begun; the worker's log has more"
             )
+            self._scheduler.fail_request(uid, fault)
 
     def _let_ready_run(self, now: float) -> None:
         if self._structures is None:

@@ -96,6 +96,8 @@ def _run_loop(
                 timeout_s=config.structure_timeout_s,
                 max_rows=opened.engine.info.max_rows,
                 wake=commands.wake,
+                # A flood of new rules leaves most of the queue to other requests.
+                most_waiting=max(1, config.max_waiting // 4),
             )
             stack.callback(structures.close)
         EngineLoop(

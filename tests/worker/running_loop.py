@@ -44,6 +44,7 @@ class Running:
         gated: bool = False,
         grammars: GrammarLibrary | None = None,
         structure_timeout_s: float = 60.0,
+        most_structures_waiting: int = 100,
     ) -> None:
         ours, theirs = multiprocessing.Pipe()
         self.pipe: Connection = ours
@@ -62,6 +63,7 @@ class Running:
                 timeout_s=structure_timeout_s,
                 max_rows=INFO.max_rows,
                 wake=self.channel.wake,
+                most_waiting=most_structures_waiting,
             )
         loop = EngineLoop(
             scheduler,

@@ -10,7 +10,7 @@ import pytest
 from shared.errors import Code, EngineError
 from shared.types import FinishReason
 from tests.fakes import FakeEngine, echo_model
-from tests.worker.running_loop import Running, failed, finished
+from tests.worker.running_loop import WAIT_S, Running, failed, finished
 from worker.engine_loop import EngineLoop
 from worker.messages import (
     Abort,
@@ -237,6 +237,10 @@ def test_stop_leaves_the_loop(running: Running) -> None:
     running.submit(1, [5] * 30)
     running.send(Stop())
     running.join()
+    assert not [event for event in running.events.queue if isinstance(event, Fatal)]
+    # Nobody reads the other end any more.
+    running.submit(2, [5])
+    assert running.loops_end.poll(WAIT_S)
 
 
 def test_a_closed_pipe_leaves_the_loop(running: Running) -> None:

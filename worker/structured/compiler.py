@@ -1,23 +1,32 @@
 """Compiles rules on threads of its own, so that the steps go on meanwhile.
 
-Everything is bounded: how long a request waits for its rule, how many rules are kept, and
-how many are under way, which is at most one for each waiting request.
+Everything is bounded: how many requests wait for their rules and how long, so how many rules
+are under way, and how many are kept and how large.
 """
 
+import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from shared.errors import InvalidArgumentError, QueueFullError, ServingError
 from shared.types import StructuredOutput
+from worker.structured.compiler_threads import CompilerThreads
 from worker.structured.contract import CompiledRule, GrammarLibrary
 
 # One hostile rule does not keep the others waiting.
 _NUM_THREADS = 2
 _RETRY_AFTER_MS = 1000
+# At the end, for rules under way: the slowest known takes half a second.
+_PATIENCE_S = 1.0
+# Of an entry of the cache beside its rule and its texts.
+_ENTRY_BYTES = 1024
 
 Outcome = CompiledRule | ServingError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -28,6 +37,14 @@ class _Job:
     deadlines: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What became of a rule, and about what keeping it takes."""
+
+    outcome: CompiledRule | InvalidArgumentError
+    num_bytes: int
+
+
 class RuleCompiler:
     """One thread uses it; `wake` is called from another whenever `take_done` has news."""
 
@@ -36,17 +53,22 @@ class RuleCompiler:
         library: GrammarLibrary,
         *,
         cache_entries: int,
+        cache_bytes: int,
+        most_waiting: int,
         timeout_s: float,
         wake: Callable[[], None],
     ) -> None:
         self._library = library
         self._cache_entries = cache_entries
+        self._cache_bytes = cache_bytes
+        self._most_waiting = most_waiting
         self._timeout_s = timeout_s
         self._wake = wake
         # Refused rules too, so that asking again costs nothing. The last used come last.
-        self._cache: OrderedDict[StructuredOutput, Outcome] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutput, _Known] = OrderedDict()
+        self._cached_bytes = 0
         self._jobs: dict[StructuredOutput, _Job] = {}
-        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="rule-compiler")
+        self._threads = CompilerThreads(_NUM_THREADS)
 
     @property
     def is_idle(self) -> bool:
@@ -54,16 +76,33 @@ class RuleCompiler:
 
     def find(self, structure: StructuredOutput) -> Outcome | None:
         """What became of the rule, if it is known."""
-        outcome = self._cache.get(structure)
-        if outcome is not None:
-            self._cache.move_to_end(structure)
-        return outcome
+        known = self._cache.get(structure)
+        if known is None:
+            return None
+        self._cache.move_to_end(structure)
+        return known.outcome
+
+    def drop(self, rule: CompiledRule) -> None:
+        """It went wrong in use, so it is compiled anew for those who ask from now on."""
+        for structure, known in self._cache.items():
+            if known.outcome is rule:
+                self._forget_outcome(structure)
+                return
 
     def request(self, uid: int, structure: StructuredOutput, now: float) -> None:
-        """Compiles the rule; `take_done` will tell of it."""
+        """Compiles the rule; `take_done` will tell of it. QueueFullError: too many wait."""
+        num_waiting = sum(len(job.deadlines) for job in self._jobs.values())
+        # Those that were given up count as long as they stand before hanging compilers.
+        num_waiting = max(num_waiting, self._threads.num_queued)
+        if num_waiting >= self._most_waiting:
+            raise QueueFullError(
+                f"{num_waiting} requests wait for their structured outputs to be compiled, "
+                f"the limit is {self._most_waiting}",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
         job = self._jobs.get(structure)
         if job is None:
-            job = _Job(self._pool.submit(self._library.compile, structure))
+            job = _Job(self._threads.submit(self._library.compile, structure))
             self._jobs[structure] = job
             job.future.add_done_callback(lambda _: self._wake())
         job.deadlines[uid] = now + self._timeout_s
@@ -97,13 +136,25 @@ class RuleCompiler:
         return told
 
     def close(self) -> None:
-        """Waits for none of what is under way."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Waits about a second at most for what is under way."""
+        self._threads.close(_PATIENCE_S)
 
     def _keep(self, structure: StructuredOutput, outcome: Outcome) -> None:
-        self._cache[structure] = outcome
-        while len(self._cache) > self._cache_entries:
-            self._cache.popitem(last=False)
+        """Only what would come out the same again: a rule, or what is wrong with it."""
+        if isinstance(outcome, ServingError) and not isinstance(outcome, InvalidArgumentError):
+            return
+        num_bytes = _ENTRY_BYTES + sum(map(sys.getsizeof, (structure.text, *structure.choices)))
+        if not isinstance(outcome, ServingError):
+            num_bytes += outcome.num_bytes
+        if num_bytes > self._cache_bytes:
+            return
+        self._cache[structure] = _Known(outcome, num_bytes)
+        self._cached_bytes += num_bytes
+        while len(self._cache) > self._cache_entries or self._cached_bytes > self._cache_bytes:
+            self._forget_outcome(next(iter(self._cache)))
+
+    def _forget_outcome(self, structure: StructuredOutput) -> None:
+        self._cached_bytes -= self._cache.pop(structure).num_bytes
 
     def _too_late(self, job: _Job) -> ServingError:
         if job.future.running():
@@ -122,5 +173,8 @@ def _outcome_of(future: "Future[CompiledRule]") -> Outcome:
     if error is None:
         return future.result()
     if isinstance(error, ServingError):
-        return error
-    return ServingError(f"the structured output could not be compiled: {error}")
+        # Kept for long, and its traceback would keep all that the compiler had at hand.
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    _log.error("a structured output could not be compiled", exc_info=error)
+    return ServingError("the structured output could not be compiled; the worker's log has more")

@@ -23,6 +23,11 @@ class Matcher(Protocol):
 class CompiledRule(Protocol):
     """A rule that any number of completions may follow."""
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it occupied at most when it was compiled; following it may add to that."""
+        ...
+
     def matcher(self) -> Matcher:
         """One that stands at the beginning; cheap."""
         ...

@@ -10,6 +10,7 @@ JSON, and five of some 70 hostile rules took it more than 30 s. xgrammar fills m
 
 import json
 import math
+import time
 from collections.abc import Collection, Sequence
 from decimal import Decimal
 from typing import cast
@@ -34,6 +35,12 @@ _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 # The one thing whose compilation no limit of the library bounds: divisibility takes a state
 # for each remainder, so 0.4 s for 99,991 and half a minute for ten times that.
 _MOST_REMAINDERS = 20_000
+# The library tells no sizes. Measured, a compiled rule of much text has up to 360 bytes for each
+# of its bytes; a short one can be large too (48 MB for 27 characters), but takes long to
+# compile then: 350 MB for each second of a thread, or fewer. The limits below stop it there.
+_BYTES_PER_TEXT_BYTE = 400
+_BYTES_PER_S = 400e6
+_MOST_BYTES_BY_TIME = 64_000_000
 # Of what the library says about a rule, which may quote all of it.
 _MOST_MESSAGE_CHARS = 500
 # Words by which the library says that a limit below was reached, not that it erred.
@@ -77,6 +84,7 @@ class LLGuidance:
 
     def compile(self, structure: StructuredOutput) -> "LLRule":
         field = _FIELDS[structure.kind]
+        began_s = time.thread_time()
         try:
             grammar = _grammar_of(structure)
         except (ValueError, GrammarError, RecursionError) as error:
@@ -90,7 +98,7 @@ class LLGuidance:
                 matcher = first
         if matcher.is_error():
             raise InvalidArgumentError(field, _brief(matcher.get_error()))
-        return LLRule(matcher)
+        return LLRule(matcher, _bytes_of(grammar, time.thread_time() - began_s))
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
         row_bytes = bitmasks.strides[0]
@@ -106,8 +114,13 @@ class LLGuidance:
 class LLRule:
     """A compiled rule."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
         self._matcher = matcher
+        self._num_bytes = num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
 
     def matcher(self) -> "LLMatch":
         return LLMatch(self._matcher.deep_copy())
@@ -150,6 +163,11 @@ def _grammar_of(structure: StructuredOutput) -> str:
         case StructureKind.CHOICE:
             choices = " | ".join(map(lark_literal, dict.fromkeys(structure.choices)))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
+
+
+def _bytes_of(grammar: str, compile_s: float) -> int:
+    by_time = min(_MOST_BYTES_BY_TIME, compile_s * _BYTES_PER_S)
+    return int(max(by_time, _BYTES_PER_TEXT_BYTE * len(grammar.encode())))
 
 
 def _json(schema: dict[str, object]) -> str:

@@ -1,5 +1,6 @@
 """Structured outputs of the running requests: their rules, where each stands, their masks."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from shared.errors import InvalidArgumentError, ServingError
 from shared.types import StructuredOutput
 from worker.step import Int32Array
 from worker.structured.compiler import Outcome, RuleCompiler
-from worker.structured.contract import GrammarLibrary, Matcher
+from worker.structured.contract import CompiledRule, GrammarLibrary, Matcher
 
 _ALL_IDS = np.int32(-1)
 # A matcher that takes longer for a token holds up every other request's, too.
@@ -23,8 +24,14 @@ _MOST_EXCESS_S = 0.5
 _SUSPICIOUS_S = 0.02
 _VERY_SUSPICIOUS_S = 0.1
 _TRUSTED_STEPS = 50
+# An ordinary rule is taken for some megabytes, though it has less.
+_CACHE_BYTES = 512 << 20
+# A quarter of the queue as it is by default.
+_MOST_WAITING = 256
 
 Fault = tuple[int, ServingError]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,7 +39,10 @@ class _Followed:
     """A request with its matcher, and by how much that was too slow so far."""
 
     matcher: Matcher
+    rule: CompiledRule
     excess_s: float = 0.0
+    # The matcher raised something, after which it is not to be trusted.
+    is_broken: bool = False
 
 
 class StructuredOutputs:
@@ -46,11 +56,21 @@ class StructuredOutputs:
         timeout_s: float,
         max_rows: int,
         wake: Callable[[], None],
+        most_waiting: int = _MOST_WAITING,
+        cache_bytes: int = _CACHE_BYTES,
     ) -> None:
-        """`wake` is called on another thread whenever `take_ready` has news."""
+        """`wake` is called on another thread whenever `take_ready` has news.
+
+        At most `most_waiting` requests wait for their rules at a time.
+        """
         self._library = library
         self._compiler = RuleCompiler(
-            library, cache_entries=cache_entries, timeout_s=timeout_s, wake=wake
+            library,
+            cache_entries=cache_entries,
+            cache_bytes=cache_bytes,
+            most_waiting=most_waiting,
+            timeout_s=timeout_s,
+            wake=wake,
         )
         self._followed: dict[int, _Followed] = {}
         # Reused by every step: whoever takes masks copies what it needs.
@@ -63,15 +83,17 @@ class StructuredOutputs:
     def begin(self, uid: int, structure: StructuredOutput, now: float) -> bool:
         """Whether the request may run at once; otherwise `take_ready` tells when.
 
-        Raises ServingError for a rule that is known to be bad.
+        Raises ServingError for a rule that is known to be bad or cannot be followed, and
+        QueueFullError when too many wait for theirs.
         """
         outcome = self._compiler.find(structure)
         if outcome is None:
             self._compiler.request(uid, structure, now)
             return False
-        if isinstance(outcome, ServingError):
-            raise outcome
-        self._followed[uid] = _Followed(outcome.matcher())
+        error = self._follow(uid, outcome)
+        if error is not None:
+            # It is one object for all who ask, and each raise would lengthen its traceback.
+            raise error.with_traceback(None)
         return True
 
     @property
@@ -105,7 +127,10 @@ class StructuredOutputs:
             if followed is None:
                 continue
             used_s = time.thread_time() if times_each else 0.0
-            followed.matcher.accept(token_id)
+            try:
+                followed.matcher.accept(token_id)
+            except BaseException as error:
+                _note_broken(uid, followed, error)
             if times_each:
                 self._charge(followed, time.thread_time() - used_s)
             faults += self._faults_of(uid, followed)
@@ -138,18 +163,34 @@ class StructuredOutputs:
     def _fill(self, followed: list[tuple[int, int, _Followed]], bitmasks: Int32Array) -> None:
         began_at = time.perf_counter()
         if not self._times_each:
-            self._library.fill([(one.matcher, row) for row, _, one in followed], bitmasks)
+            self._fill_together(followed, bitmasks)
         else:
-            for row, _, one in followed:
-                used_s = time.thread_time()
-                self._library.fill([(one.matcher, row)], bitmasks)
-                self._charge(one, time.thread_time() - used_s)
+            self._fill_each(followed, bitmasks)
             if not self._found_slow:
                 # Accepting and filling count as one each.
                 self._num_trusted = 2 * _TRUSTED_STEPS
             self._times_each = self._found_slow
             self._found_slow = False
         self._took(time.perf_counter() - began_at)
+
+    def _fill_together(
+        self, followed: list[tuple[int, int, _Followed]], bitmasks: Int32Array
+    ) -> None:
+        try:
+            self._library.fill([(one.matcher, row) for row, _, one in followed], bitmasks)
+        except BaseException as error:
+            _reraise_exit(error)
+            # Whose fault it is shows when each is asked alone; the others have their masks then.
+            self._fill_each(followed, bitmasks)
+
+    def _fill_each(self, followed: list[tuple[int, int, _Followed]], bitmasks: Int32Array) -> None:
+        for row, uid, one in followed:
+            used_s = time.thread_time()
+            try:
+                self._library.fill([(one.matcher, row)], bitmasks)
+            except BaseException as error:
+                _note_broken(uid, one, error)
+            self._charge(one, time.thread_time() - used_s)
 
     def _charge(self, followed: _Followed, seconds: float) -> None:
         if seconds > _SLOW_S:
@@ -166,23 +207,61 @@ class StructuredOutputs:
     def _follow(self, uid: int, outcome: Outcome) -> ServingError | None:
         if isinstance(outcome, ServingError):
             return outcome
-        self._followed[uid] = _Followed(outcome.matcher())
+        try:
+            matcher = outcome.matcher()
+        except BaseException as error:
+            _reraise_exit(error)
+            _log.error("no matcher could be made for request %d", uid, exc_info=error)
+            self._compiler.drop(outcome)
+            return _fault_of_ours()
+        self._followed[uid] = _Followed(matcher, outcome)
         return None
 
     def _faults_of(self, uid: int, followed: _Followed) -> list[Fault]:
         """At most one, after which the request is not followed any more."""
-        fault = followed.matcher.fault()
-        if fault is None and followed.excess_s <= _MOST_EXCESS_S:
+        error = _error_of(uid, followed)
+        if error is None:
             return []
         del self._followed[uid]
-        if fault is None:
-            message = f"takes more than {1e3 * _SLOW_S:g} ms to follow by a token; simplify it"
-            return [(uid, InvalidArgumentError("structured_output", message))]
+        # All matchers of a rule share what the library learnt of it, and may share the fault:
+        # once it knows as many states as it may, every one that needs another fails.
+        self._compiler.drop(followed.rule)
+        return [(uid, error)]
+
+
+def _error_of(uid: int, followed: _Followed) -> ServingError | None:
+    fault = None
+    if not followed.is_broken:
+        try:
+            fault = followed.matcher.fault()
+        except BaseException as error:
+            _note_broken(uid, followed, error)
+    if followed.is_broken:
+        return _fault_of_ours()
+    if fault is not None:
         message, is_limit = fault
         if is_limit:
-            error: ServingError = InvalidArgumentError(
-                "structured_output", f"is too complex to follow: {message}"
-            )
-        else:
-            error = ServingError(f"the structured output could not be followed: {message}")
-        return [(uid, error)]
+            return InvalidArgumentError("structured_output", f"is too complex to follow: {message}")
+        return ServingError(f"the structured output could not be followed: {message}")
+    if followed.excess_s > _MOST_EXCESS_S:
+        return InvalidArgumentError(
+            "structured_output",
+            f"takes more than {1e3 * _SLOW_S:g} ms to follow by a token; simplify it",
+        )
+    return None
+
+
+def _note_broken(uid: int, followed: _Followed, error: BaseException) -> None:
+    _reraise_exit(error)
+    _log.error("the matcher of request %d broke", uid, exc_info=error)
+    followed.is_broken = True
+
+
+def _reraise_exit(error: BaseException) -> None:
+    """All else is the matcher's: a panic of the library, too, which is no Exception."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+
+
+def _fault_of_ours() -> ServingError:
+    return ServingError("the structured output could not be followed; the worker's log has more")

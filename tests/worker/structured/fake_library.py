@@ -35,6 +35,9 @@ class FakeLibrary:
         self.limit = 1 << 20
         # So many matchers can be made.
         self.matchers_left = 1 << 20
+        # (where, first token of the rule): what is raised there.
+        self.broken: dict[tuple[str, int], BaseException] = {}
+        self.rule_bytes = 1000
 
     @property
     def mask_words(self) -> int:
@@ -46,11 +49,19 @@ class FakeLibrary:
         self.compiled.append(structure.text)
         if structure.text == NONSENSE:
             raise InvalidArgumentError("structured_output.grammar", "makes no sense")
-        return FakeRule(self, [int(part) for part in structure.text.split()])
+        token_ids = [int(part) for part in structure.text.split()]
+        self.stumble("compile", token_ids)
+        return FakeRule(self, token_ids)
+
+    def stumble(self, where: str, token_ids: Sequence[int]) -> None:
+        error = self.broken.get((where, token_ids[0]))
+        if error is not None:
+            raise error
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
         for matcher, row in matchers:
             assert isinstance(matcher, FakeMatcher)
+            self.stumble("fill", matcher.token_ids)
             self.log.append(("fill", len(matcher.accepted)))
             wanted = [*matcher.token_ids, self._eos][len(matcher.accepted)]
             bitmasks[row] = 0
@@ -64,7 +75,12 @@ class FakeRule:
         self._library = library
         self._token_ids = token_ids
 
+    @property
+    def num_bytes(self) -> int:
+        return self._library.rule_bytes
+
     def matcher(self) -> "FakeMatcher":
+        self._library.stumble("matcher", self._token_ids)
         if not self._library.matchers_left:
             raise RuntimeError("no more matchers")
         self._library.matchers_left -= 1
@@ -80,9 +96,11 @@ class FakeMatcher:
         self.accepted: list[int] = []
 
     def accept(self, token_id: int) -> None:
+        self._library.stumble("accept", self.token_ids)
         self.accepted.append(token_id)
 
     def fault(self) -> tuple[str, bool] | None:
+        self._library.stumble("fault", self.token_ids)
         if len(self.accepted) >= self._library.limit:
             return "too many tokens", True
         if self.accepted != self.token_ids[: len(self.accepted)]:

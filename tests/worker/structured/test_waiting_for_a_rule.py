@@ -25,6 +25,7 @@ class Serving(Running):
         compiler_gated: bool = False,
         gated: bool = False,
         structure_timeout_s: float = 60.0,
+        most_structures_waiting: int = 100,
     ) -> None:
         self.grammars = FakeLibrary(INFO.vocab_size, EOS, gated=compiler_gated)
         super().__init__(
@@ -32,6 +33,7 @@ class Serving(Running):
             gated=gated,
             grammars=self.grammars,
             structure_timeout_s=structure_timeout_s,
+            most_structures_waiting=most_structures_waiting,
         )
 
     def close(self) -> None:
@@ -208,6 +210,38 @@ def test_requests_that_wait_for_their_rules_count_against_the_queue(waiting: Ser
     waiting.grammars.gate.set()
     for uid in range(1, 7):
         assert finished(waiting.end_of(uid)).reason is FinishReason.EOS
+
+
+def test_a_flood_of_new_rules_leaves_their_places_to_free_requests() -> None:
+    serving = Serving(compiler_gated=True, gated=True, most_structures_waiting=1)
+    # Four would have a place and two may wait.
+    for uid in range(1, 8):
+        serving.submit(uid, [uid], structure=rule([uid]))
+    for uid in range(2, 8):
+        end = failed(serving.end_of(uid))
+        assert end.code is Code.RESOURCE_EXHAUSTED
+        assert end.retry_after_ms > 0
+        assert "structured outputs" in end.message
+    for uid in range(11, 16):
+        serving.submit(uid, [uid])
+    serving.grammars.gate.set()
+    serving.engine.allow(100)
+    for uid in (1, *range(11, 16)):
+        assert finished(serving.end_of(uid)).reason is FinishReason.EOS
+    serving.close()
+
+
+def test_whoever_waits_no_more_leaves_its_place_before_the_compiler() -> None:
+    serving = Serving(compiler_gated=True, most_structures_waiting=1)
+    serving.submit(1, [1], structure=rule([1]))
+    serving.submit(2, [2], structure=rule([2]))
+    assert failed(serving.end_of(2)).code is Code.RESOURCE_EXHAUSTED
+    serving.send(Abort((1,), report=True))
+    assert finished(serving.end_of(1)).reason is FinishReason.ABORTED
+    serving.submit(3, [3], structure=rule([3]))
+    serving.grammars.gate.set()
+    assert finished(serving.end_of(3)).reason is FinishReason.EOS
+    serving.close()
 
 
 def test_stop_leaves_the_loop_while_a_rule_is_compiled(waiting: Serving) -> None:
