@@ -6,12 +6,19 @@ import pytest
 
 from tests.client.callers import AsyncCaller, Caller, SyncCaller
 from tests.client.scripted_server import ScriptedServer
-from tests.gateway.conftest import make_worker, smollm2_files, smollm2_folder, start_gateway
+from tests.gateway.conftest import (
+    make_worker,
+    served_files,
+    smollm2_files,
+    smollm2_folder,
+    start_gateway,
+)
 from tests.integration.conftest import echo_pair, start_pair, tokenizer_files
 
 __all__ = [
     "echo_pair",
     "make_worker",
+    "served_files",
     "smollm2_files",
     "smollm2_folder",
     "start_gateway",

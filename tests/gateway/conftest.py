@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from gateway.tokenizer import TemplateLimits, TextTokenizer
 from tests.gateway.client import GatewayUnderTest
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.quiet import Quiet, QuietTwo
+from tests.gateway.small_vocabulary import first_tokens
 from tests.gateway.synthetic_tokenizers import metaspace_files
 
 SMOLLM2_VOCAB_SIZE = 49152
@@ -54,17 +55,29 @@ def smollm2(smollm2_files: dict[str, bytes]) -> TextTokenizer:
 
 
 @pytest.fixture(scope="session")
+def served_files(smollm2_files: dict[str, bytes]) -> dict[str, bytes]:
+    """What fake workers hand out. SmolLM2's whole vocabulary would take each gateway 0.2 s."""
+    return first_tokens(smollm2_files, 8192)
+
+
+@pytest.fixture(scope="session")
+def served(served_files: dict[str, bytes]) -> TextTokenizer:
+    """The tokenizer of a gateway with fake workers."""
+    return TextTokenizer(served_files, SMOLLM2_VOCAB_SIZE, TemplateLimits())
+
+
+@pytest.fixture(scope="session")
 def metaspace() -> TextTokenizer:
     """A small vocabulary with ▁ for the space and `<0xNN>` for other bytes."""
     return TextTokenizer(metaspace_files(), 300, TemplateLimits())
 
 
 @pytest.fixture(scope="session")
-def make_worker(smollm2_files: dict[str, bytes]) -> MakeWorker:
-    """A worker with SmolLM2's tokenizer; enter it to start it."""
+def make_worker(served_files: dict[str, bytes]) -> MakeWorker:
+    """A worker with a tokenizer; enter it to start it."""
 
     def make(**options: Any) -> FakeWorker:
-        return FakeWorker(options.pop("files", smollm2_files), **options)
+        return FakeWorker(options.pop("files", served_files), **options)
 
     return make
 
@@ -96,9 +109,11 @@ def quiet(make_worker: MakeWorker, start_gateway: StartGateway) -> StartQuiet:
     """A worker that a test speaks for, and its gateway."""
 
     @asynccontextmanager
-    async def start(*, max_context: int = 256, **settings: Any) -> AsyncIterator[Quiet]:
+    async def start(
+        *, model: Mapping[str, Any] | None = None, **settings: Any
+    ) -> AsyncIterator[Quiet]:
         async with (
-            make_worker(echoes=False, max_context=max_context) as worker,
+            make_worker(echoes=False, **(model or {})) as worker,
             start_gateway(worker, **settings) as gateway,
         ):
             yield Quiet(worker, gateway)

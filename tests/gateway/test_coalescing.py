@@ -160,9 +160,9 @@ async def test_tokens_that_no_others_follow_wait_for_a_moment_only(quiet: StartQ
 
 
 async def test_a_stop_string_among_tokens_that_wait_ends_the_text(
-    quiet: StartQuiet, smollm2: TextTokenizer
+    quiet: StartQuiet, served: TextTokenizer
 ) -> None:
-    ids = smollm2.encode("one two three STOP four", add_special_tokens=False)
+    ids = served.encode("one two three STOP four", add_special_tokens=False)
     stopping = public_pb.StopConditions(stop_strings=["STOP"])
     async with quiet() as pair:
         call, request = await pair.stream(text("x", stopping=stopping))

@@ -165,7 +165,7 @@ async def test_an_aborted_request_is_not_tried_elsewhere_when_its_worker_is_lost
 
 
 async def test_a_client_that_does_not_read_costs_no_more_than_its_tokens(quiet: StartQuiet) -> None:
-    async with quiet(max_context=4096) as pair:
+    async with quiet(model={"max_context": 4096}) as pair:
         call, slow = await pair.stream(text("x", max_tokens=2000))
         slow.start()
         for token_id in range(1000, 3000):
@@ -197,9 +197,10 @@ async def another_is_served(pair: Quiet) -> None:
 
 
 async def test_a_client_that_never_reads_is_cut_off_and_its_request_ends(
-    quiet: StartQuiet, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2_files: dict[str, bytes], smollm2: TextTokenizer
 ) -> None:
-    async with quiet(max_context=1 << 21, slow_reader_limit_s=0.2) as pair:
+    roomy = {"files": smollm2_files, "max_context": 1 << 21}
+    async with quiet(model=roomy, slow_reader_limit_s=0.2) as pair:
         call, request = await unread(pair, smollm2)
         assert await pair.abort_replies(request) == [False]
         await pair.gateway.until_idle()
@@ -209,9 +210,10 @@ async def test_a_client_that_never_reads_is_cut_off_and_its_request_ends(
 
 
 async def test_a_client_that_goes_while_a_write_to_it_waits_takes_its_request_along(
-    quiet: StartQuiet, smollm2: TextTokenizer
+    quiet: StartQuiet, smollm2_files: dict[str, bytes], smollm2: TextTokenizer
 ) -> None:
-    async with quiet(max_context=1 << 21) as pair:
+    roomy = {"files": smollm2_files, "max_context": 1 << 21}
+    async with quiet(model=roomy) as pair:
         call, request = await unread(pair, smollm2)
         await another_is_served(pair)
         assert request.abort_reply is None

@@ -27,11 +27,11 @@ def wanting(num_top: int, prompt: str = "x", **fields: Any) -> pb.GenerateReques
 
 
 async def test_every_token_has_its_own_and_the_likeliest_beside_it(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
     async with make_worker() as worker, start_gateway(worker) as gateway:
         answer = await gateway.collect(wanting(4, "hi there"))
-    ids = smollm2.encode("hi there", add_special_tokens=True)
+    ids = served.encode("hi there", add_special_tokens=True)
     assert answer.token_ids == told(answer.logprobs) == ids
     for delta in answer.deltas:
         assert told(list(delta.logprobs)) == list(delta.token_ids)
@@ -81,9 +81,9 @@ async def test_a_special_token_is_told_although_the_text_leaves_it_out(
 
 
 async def test_tokens_that_wait_for_text_wait_with_their_logprobs(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
-    ids = smollm2.encode("a STO no 😀 STOP and on", add_special_tokens=False)
+    ids = served.encode("a STO no 😀 STOP and on", add_special_tokens=False)
     stopping = pb.StopConditions(stop_strings=["STOP"])
     async with make_worker(step_s=0.001) as worker, start_gateway(worker) as gateway:
         answer = await gateway.collect(wanting(2, "a STO no 😀 STOP and on", stopping=stopping))
@@ -97,9 +97,9 @@ async def test_tokens_that_wait_for_text_wait_with_their_logprobs(
 
 
 async def test_what_comes_behind_a_stop_string_in_one_step_is_dropped(
-    quiet: StartQuiet, smollm2: TextTokenizer
+    quiet: StartQuiet, served: TextTokenizer
 ) -> None:
-    ids = smollm2.encode("one STOP two three", add_special_tokens=False)
+    ids = served.encode("one STOP two three", add_special_tokens=False)
     request = wanting(1, "x", stopping=pb.StopConditions(stop_strings=["STOP"]))
     async with quiet() as pair:
         call, received = await pair.stream(request)

@@ -28,7 +28,7 @@ async def test_a_request_without_a_token_moves_to_another_worker(quiet_two: Star
 
 
 async def test_the_usage_of_a_moved_request_is_that_of_the_worker_which_served_it(
-    quiet_two: StartQuietTwo, smollm2: TextTokenizer
+    quiet_two: StartQuietTwo, served: TextTokenizer
 ) -> None:
     stopping = pb.StopConditions(stop_strings=["STOP"])
     async with quiet_two() as two:
@@ -38,7 +38,7 @@ async def test_the_usage_of_a_moved_request_is_that_of_the_worker_which_served_i
         await first.crash()
         request = await second.request()
         request.start(cached_tokens=1)
-        request.send_tokens(smollm2.encode("STOP", add_special_tokens=False))
+        request.send_tokens(served.encode("STOP", add_special_tokens=False))
         finished = (await call.read()).finished
         assert finished.stop_string == "STOP"
         assert finished.usage.cached_tokens == 1

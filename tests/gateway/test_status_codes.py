@@ -31,9 +31,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+    make_worker: MakeWorker, start_gateway: StartGateway, served_files: dict[str, bytes]
 ) -> AsyncIterator[GatewayUnderTest]:
-    files = {**smollm2_files, "chat_template.jinja": REFUSING_TEMPLATE.encode()}
+    files = {**served_files, "chat_template.jinja": REFUSING_TEMPLATE.encode()}
     async with make_worker(files=files) as worker, start_gateway(worker) as gateway:
         yield gateway
 
@@ -298,10 +298,10 @@ async def test_a_huge_prompt_is_refused_quickly_while_health_answers(
 
 
 async def test_a_template_that_never_ends_is_stopped_while_health_answers(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+    make_worker: MakeWorker, start_gateway: StartGateway, served_files: dict[str, bytes]
 ) -> None:
     forever = "{% for a in xs %}{% for b in xs %}{% for c in xs %}" + "{% endfor %}" * 3
-    files = {**smollm2_files, "chat_template.jinja": forever.encode()}
+    files = {**served_files, "chat_template.jinja": forever.encode()}
     request = chat(template_kwargs_json=json.dumps({"xs": [0] * 10_000}))
     async with (
         make_worker(files=files) as worker,
@@ -356,7 +356,7 @@ async def test_garbage_is_no_request(gateway: GatewayUnderTest) -> None:
 
 
 async def test_the_other_calls_answer(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+    make_worker: MakeWorker, start_gateway: StartGateway, served_files: dict[str, bytes]
 ) -> None:
     async with make_worker() as worker, start_gateway(worker) as gateway:
         model = await gateway.stub.GetModel(pb.GetModelRequest())
@@ -380,4 +380,4 @@ async def test_the_other_calls_answer(
         assert freed.pages_freed == 7
         load = await gateway.stub.GetLoad(pb.GetLoadRequest())
         assert [(worker.ready, worker.pages_total) for worker in load.workers] == [(True, 10)]
-    assert json.loads(smollm2_files["tokenizer_config.json"])["bos_token"] == "<|im_start|>"
+    assert json.loads(served_files["tokenizer_config.json"])["bos_token"] == "<|im_start|>"

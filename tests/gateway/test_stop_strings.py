@@ -171,7 +171,7 @@ async def stopped(
 
 
 async def test_a_stop_across_tokens_ends_the_stream_and_the_work(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
     prompt = "one two STOPxyz" + " and on" * 50
     answer, worker = await stopped(make_worker, start_gateway, prompt, stop_strings=["STOPx"])
@@ -180,10 +180,10 @@ async def test_a_stop_across_tokens_ends_the_stream_and_the_work(
     assert answer.finished.finish_reason == pb.FINISH_REASON_STOP
     assert answer.finished.stop_string == "STOPx"
     num_tokens = answer.finished.usage.completion_tokens
-    ids = smollm2.encode(prompt, add_special_tokens=False)
+    ids = served.encode(prompt, add_special_tokens=False)
     assert answer.token_ids == ids[:num_tokens]
-    assert "STOPx" in smollm2.decode(ids[:num_tokens], skip_special_tokens=True)
-    assert "STOPx" not in smollm2.decode(ids[: num_tokens - 1], skip_special_tokens=True)
+    assert "STOPx" in served.decode(ids[:num_tokens], skip_special_tokens=True)
+    assert "STOPx" not in served.decode(ids[: num_tokens - 1], skip_special_tokens=True)
     assert worker.requests[0].num_sent < len(ids)
 
 
@@ -209,16 +209,16 @@ async def test_a_stop_string_is_kept_when_asked_for(
 
 
 async def test_a_stop_that_only_the_flush_completes_still_stops(
-    quiet: StartQuiet, smollm2: TextTokenizer
+    quiet: StartQuiet, served: TextTokenizer
 ) -> None:
-    cut = len(smollm2.encode("ab😀", add_special_tokens=False)) - 1
+    cut = len(served.encode("ab😀", add_special_tokens=False)) - 1
     async with quiet() as pair:
         call = pair.gateway.stream(
             text("x", stopping=pb.StopConditions(stop_strings=["b\ufffd"]), max_tokens=cut)
         )
         request = await pair.worker.request()
         request.start()
-        request.send_tokens(smollm2.encode("ab😀", add_special_tokens=False)[:cut])
+        request.send_tokens(served.encode("ab😀", add_special_tokens=False)[:cut])
         request.finish()
         answer = await collect(call)
     assert answer.text == "a"

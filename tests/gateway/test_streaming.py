@@ -11,9 +11,9 @@ from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 
 
 async def test_an_echo_comes_back_whole_with_its_usage(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
-    ids = smollm2.encode("hi 😀!", add_special_tokens=True)
+    ids = served.encode("hi 😀!", add_special_tokens=True)
     async with make_worker() as worker, start_gateway(worker) as gateway:
         answer = await gateway.collect(text("hi 😀!"))
     assert answer.text == "hi 😀!"
@@ -29,9 +29,9 @@ async def test_an_echo_comes_back_whole_with_its_usage(
 
 
 async def test_a_unary_call_answers_the_same(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
-    ids = smollm2.encode("one two", add_special_tokens=True)
+    ids = served.encode("one two", add_special_tokens=True)
     async with make_worker() as worker, start_gateway(worker) as gateway:
         answer = await gateway.stub.Generate(text("one two", request_id="mine"))
     assert answer.request_id == "mine"
@@ -52,8 +52,8 @@ async def test_the_request_id_is_in_the_first_metadata(
     assert len(given) == 32
 
 
-async def test_tokens_that_wait_become_one_delta(quiet: StartQuiet, smollm2: TextTokenizer) -> None:
-    ids = smollm2.encode("one two three four", add_special_tokens=False)
+async def test_tokens_that_wait_become_one_delta(quiet: StartQuiet, served: TextTokenizer) -> None:
+    ids = served.encode("one two three four", add_special_tokens=False)
     async with quiet() as pair:
         call, request = await pair.stream()
         request.start()
@@ -74,9 +74,9 @@ async def test_a_long_backlog_is_cut_into_bounded_deltas(quiet: StartQuiet) -> N
 
 
 async def test_a_character_cut_by_the_length_is_flushed_once(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
-    whole = smollm2.encode("ab😀", add_special_tokens=True)
+    whole = served.encode("ab😀", add_special_tokens=True)
     async with make_worker() as worker, start_gateway(worker) as gateway:
         answer = await gateway.collect(text("ab😀", max_tokens=len(whole) - 1))
     assert answer.text == "ab\ufffd"
@@ -134,7 +134,7 @@ async def test_defaults_are_resolved_before_the_worker_sees_them(
 
 
 async def test_a_chat_is_rendered_and_encoded_without_a_second_bos(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
     chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="Hi")])
     async with make_worker() as worker, start_gateway(worker) as gateway:
@@ -142,7 +142,7 @@ async def test_a_chat_is_rendered_and_encoded_without_a_second_bos(
         await gateway.collect(pb.GenerateRequest(chat=chat))
     ids = list(worker.requests[0].submit.prompt_token_ids)
     assert list(tokenized.token_ids) == ids
-    rendered = smollm2.decode(ids, skip_special_tokens=False)
+    rendered = served.decode(ids, skip_special_tokens=False)
     assert rendered.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -97,10 +97,10 @@ async def test_what_the_worker_says_of_a_grammar_names_its_field(quiet: StartQui
 
 
 async def test_the_end_of_a_long_prompt_is_kept(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
     long = " ".join(f"word{i}" for i in range(400))
-    ids = smollm2.encode(long, add_special_tokens=True)
+    ids = served.encode(long, add_special_tokens=True)
     chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content=long)])
     async with make_worker() as worker, start_gateway(worker) as gateway:
         answers = [
@@ -116,14 +116,14 @@ async def test_the_end_of_a_long_prompt_is_kept(
     of_text, of_ids, of_chat = (list(r.submit.prompt_token_ids) for r in worker.requests)
     assert len(ids) > worker.model.max_context_tokens
     assert of_text == of_ids == ids[-7:]
-    assert smollm2.decode(of_chat, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+    assert served.decode(of_chat, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
     assert len(of_chat) == 7
     assert [answer.started.prompt_tokens for answer in answers] == [7, 7, 7]
     assert [answer.finished.usage.prompt_tokens for answer in answers] == [7, 7, 7]
 
 
 async def test_a_prompt_that_is_shorter_is_kept_whole(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2: TextTokenizer
+    make_worker: MakeWorker, start_gateway: StartGateway, served: TextTokenizer
 ) -> None:
     submit = await submitted(make_worker, start_gateway, text("hi", truncate_prompt_tokens=9))
-    assert list(submit.prompt_token_ids) == smollm2.encode("hi", add_special_tokens=True)
+    assert list(submit.prompt_token_ids) == served.encode("hi", add_special_tokens=True)

@@ -46,9 +46,9 @@ async def test_a_worker_that_comes_back_is_found_again(
 
 
 async def test_a_new_tokenizer_is_fetched(
-    make_worker: MakeWorker, start_gateway: StartGateway, smollm2_files: dict[str, bytes]
+    make_worker: MakeWorker, start_gateway: StartGateway, served_files: dict[str, bytes]
 ) -> None:
-    changed = {**smollm2_files, "chat_template.jinja": b"{{ messages[0].content }}"}
+    changed = {**served_files, "chat_template.jinja": b"{{ messages[0].content }}"}
     async with make_worker() as worker, start_gateway(worker) as gateway:
         await lost(gateway, worker)
         successor = make_worker(files=changed)
