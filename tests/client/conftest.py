@@ -8,6 +8,7 @@ from tests.client.callers import AsyncCaller, Caller, SyncCaller
 from tests.client.scripted_server import ScriptedServer
 from tests.gateway.conftest import (
     make_worker,
+    quiet,
     served_files,
     smollm2_files,
     smollm2_folder,
@@ -18,6 +19,7 @@ from tests.integration.conftest import echo_pair, start_pair, tokenizer_files
 __all__ = [
     "echo_pair",
     "make_worker",
+    "quiet",
     "served_files",
     "smollm2_files",
     "smollm2_folder",

@@ -30,7 +30,7 @@ from tandem_client import (
 from tests.client.callers import AsyncCaller, Caller, StreamCaller, SyncCaller, collect
 from tests.client.conftest import MakeCaller
 from tests.client.scripted_server import ScriptedServer, delta, finished, started
-from tests.gateway.conftest import MakeWorker, StartGateway
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 from tests.gateway.fake_worker import EOS, FakeWorker, Received
 
 
@@ -102,15 +102,14 @@ async def drop(stream: StreamCaller) -> None:
 
 @pytest.mark.parametrize("leave", [break_off, drop])
 async def test_leaving_a_stream_frees_its_request(
-    make_worker: MakeWorker,
-    start_gateway: StartGateway,
+    quiet: StartQuiet,
     make_caller: MakeCaller,
     leave: Callable[[StreamCaller], object],
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with make_caller(gateway.address) as caller:
+    async with quiet() as pair:
+        async with make_caller(pair.gateway.address) as caller:
             stream: StreamCaller | None = caller.stream("x")
-            request = await worker.request()
+            request = await pair.worker.request()
             request.start()
             request.send_tokens([100])
             assert stream is not None
@@ -122,8 +121,8 @@ async def test_leaving_a_stream_frees_its_request(
                 assert await collect(stream) == []
             stream = None
             gc.collect()
-            await worker.until(lambda: request.abort_reply is False)
-            await gateway.until_idle()
+            assert await pair.abort_replies(request) == [False]
+            await pair.gateway.until_idle()
 
 
 def first_text_of_a_block(client: Client) -> Stream:
@@ -150,16 +149,15 @@ async def first_text_of_any_block(caller: Caller) -> Stream | AsyncStream:
 
 
 async def test_leaving_the_block_of_a_stream_frees_its_request(
-    make_worker: MakeWorker, start_gateway: StartGateway, make_caller: MakeCaller
+    quiet: StartQuiet, make_caller: MakeCaller
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with make_caller(gateway.address) as caller, asyncio.TaskGroup() as tasks:
+    async with quiet() as pair:
+        async with make_caller(pair.gateway.address) as caller, asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(first_text_of_any_block(caller))
-            request = await begun(worker)
+            request = await begun(pair.worker)
             # Held, and its client open: nothing but the end of the block can have ended it.
             stream = await reader
-            await worker.until(lambda: request.abort_reply is not None)
-            assert request.abort_reply is False
+            assert await pair.abort_replies(request) == [False]
             stream.close()
 
 
@@ -171,36 +169,33 @@ async def begun(worker: FakeWorker) -> Received:
     return request
 
 
-async def test_cancelling_the_task_that_reads_frees_its_request(
-    make_worker: MakeWorker, start_gateway: StartGateway
-) -> None:
+async def test_cancelling_the_task_that_reads_frees_its_request(quiet: StartQuiet) -> None:
     async with (
-        make_worker(echoes=False) as worker,
-        start_gateway(worker) as gateway,
-        AsyncClient(gateway.address) as client,
+        quiet() as pair,
+        AsyncClient(pair.gateway.address) as client,
         asyncio.TaskGroup() as tasks,
     ):
         reader = tasks.create_task(client.generate("x"))
-        request = await begun(worker)
+        request = await begun(pair.worker)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
         assert reader.cancelled()
-        await worker.until(lambda: request.abort_reply is False)
+        assert await pair.abort_replies(request) == [False]
 
 
 async def test_closing_a_stream_ends_whoever_reads_it(
-    make_worker: MakeWorker, start_gateway: StartGateway, make_caller: MakeCaller
+    quiet: StartQuiet, make_caller: MakeCaller
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with make_caller(gateway.address) as caller, asyncio.TaskGroup() as tasks:
+    async with quiet() as pair:
+        async with make_caller(pair.gateway.address) as caller, asyncio.TaskGroup() as tasks:
             stream = caller.stream("x")
             reader = tasks.create_task(collect(stream))
-            request = await begun(worker)
+            request = await begun(pair.worker)
             stream.close()
             events = await reader
             assert not any(isinstance(event, Finished) for event in events)
-            await worker.until(lambda: request.abort_reply is False)
+            assert await pair.abort_replies(request) == [False]
 
 
 async def outcome(caller: Caller) -> str:
@@ -212,12 +207,12 @@ async def outcome(caller: Caller) -> str:
 
 
 async def test_closing_the_client_fails_what_is_under_way(
-    make_worker: MakeWorker, start_gateway: StartGateway, make_caller: MakeCaller
+    quiet: StartQuiet, make_caller: MakeCaller
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with make_caller(gateway.address) as caller, asyncio.TaskGroup() as tasks:
+    async with quiet() as pair:
+        async with make_caller(pair.gateway.address) as caller, asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(outcome(caller))
-            await begun(worker)
+            await begun(pair.worker)
             await caller.close()
             assert await reader == "CallCancelledError"
             with pytest.raises((RuntimeError, ValueError), match="closed"):
@@ -225,13 +220,13 @@ async def test_closing_the_client_fails_what_is_under_way(
 
 
 async def test_an_abort_ends_the_stream_in_good_order(
-    make_worker: MakeWorker, start_gateway: StartGateway, make_caller: MakeCaller
+    quiet: StartQuiet, make_caller: MakeCaller
 ) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with make_caller(gateway.address) as caller, asyncio.TaskGroup() as tasks:
+    async with quiet() as pair:
+        async with make_caller(pair.gateway.address) as caller, asyncio.TaskGroup() as tasks:
             stream = caller.stream("x")
             reader = tasks.create_task(collect(stream))
-            await begun(worker)
+            await begun(pair.worker)
             outcomes = await caller.call("abort", stream.request_id, "nobody's")
             assert outcomes == {stream.request_id: True, "nobody's": False}
             last = (await reader)[-1]
@@ -239,16 +234,14 @@ async def test_an_abort_ends_the_stream_in_good_order(
     assert last.finish_reason is FinishReason.ABORTED
 
 
-async def test_a_call_ends_with_its_timeout(
-    make_worker: MakeWorker, start_gateway: StartGateway, make_caller: MakeCaller
-) -> None:
-    async with make_worker(echoes=False) as worker, start_gateway(worker) as gateway:
-        async with make_caller(gateway.address, timeout_s=0.2) as caller:
+async def test_a_call_ends_with_its_timeout(quiet: StartQuiet, make_caller: MakeCaller) -> None:
+    async with quiet() as pair:
+        async with make_caller(pair.gateway.address, timeout_s=0.2) as caller:
             with pytest.raises(DeadlineExceededError):
                 await caller.call("generate", "x")
             # One call's own counts before the client's.
             reader = asyncio.gather(caller.call("generate", "x", timeout_s=60))
-            request = await worker.request(1)
+            request = await pair.worker.request(1)
             assert request.submit.timeout_ms > 10_000
             request.start()
             request.finish()
