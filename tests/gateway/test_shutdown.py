@@ -90,7 +90,7 @@ async def test_a_worker_lost_in_the_moment_of_the_shutdown_holds_nothing_up(
                     await gateway.until_ready(1)
                 await worker.crash()
                 lost_at = now()
-            assert now() - lost_at < 5
+            assert now() - lost_at < 3
 
 
 def without_grace(worker: FakeWorker) -> GatewayConfig:
