@@ -133,7 +133,8 @@ def _measure_host(grammars: GrammarLibrary, vocab_size: int, rows: int) -> dict[
         assert not faults, faults
         bits = np.unpackbits(bitmasks.view(np.uint8), axis=1, bitorder="little")
         tokens = [int(rng.choice(np.flatnonzero(row[:vocab_size]))) for row in bits]
-        assert not outputs.accept(zip(range(rows), tokens, strict=True))
+        faults = outputs.accept(zip(range(rows), tokens, strict=True))
+        assert not faults, faults
     outputs.close()
     figures: dict[str, object] = {"host_rows": rows, "vocab_size": vocab_size}
     for name, times_ms in (

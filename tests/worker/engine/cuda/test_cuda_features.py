@@ -44,9 +44,10 @@ from worker.engine.cuda.open import CudaOptions, open_cuda_engine  # noqa: E402
 NUM_ROWS = 8
 OPTIONS = CudaOptions(max_rows=NUM_ROWS, token_budget=64, kv_pages=256)
 CONFIG = SchedulerConfig(token_budget=64, max_running=NUM_ROWS, check_integrity=True)
-# Of a log-probability, between bfloat16 arithmetic and float32's: logits between 4 and 8 are
-# 0.03 apart in bfloat16, and their hidden states are rounded in every layer.
-ROUNDING = 0.12
+# Of a log-probability, between bfloat16 arithmetic and float32's. transformers parts from
+# itself by up to 0.22 for this model, and by 0.03 in the root of the mean square.
+ROUNDING = 0.25
+MEAN_ROUNDING = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,10 @@ def assert_entries(
 ) -> None:
     """Log-probabilities and ranks, as near as bfloat16 arithmetic gives them."""
     assert_logprobs(entries, tokens, logits, num_top, rounding=ROUNDING)
+    reference = torch.log_softmax(logits.double(), dim=-1)
+    given = torch.tensor([entry.top_logprobs for entry in entries], dtype=torch.float64)
+    ids = torch.tensor([entry.top_ids for entry in entries])
+    assert (given - reference.gather(1, ids)).square().mean().sqrt() < MEAN_ROUNDING
     for i, entry in enumerate(entries):
         surely, perhaps = (
             rank_of(entry.token_id, logits[i], margin=margin) for margin in (ROUNDING, -ROUNDING)
