@@ -174,6 +174,9 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
     ) -> pb.FlushCacheResponse:
         self._router.model()
         freed = await asyncio.gather(*(link.flush_cache() for link in self._router.links))
+        # The last worker may have gone before it was asked. One that is away frees nothing,
+        # which is right while there are others and must not look like an empty cache if not.
+        self._router.model()
         return pb.FlushCacheResponse(pages_freed=sum(freed))
 
     def _observed(self, method: str, context: Context) -> AbstractContextManager[Observation]:

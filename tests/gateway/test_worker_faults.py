@@ -1,12 +1,17 @@
 """What counts as a fault of a worker, and what follows from several."""
 
 import time
+from typing import Any
 
 import grpc
 import pytest
 
 from gateway.backoff import Backoff, Breaker
-from shared.errors import Code
+from gateway.router import Router
+from gateway.routing import Chooser
+from gateway.service import InferenceService
+from shared.errors import Code, UnavailableError
+from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from tests.gateway.conftest import StartQuiet
 
 Status = grpc.StatusCode
@@ -45,6 +50,26 @@ async def test_only_faults_of_its_own_make_a_worker_suspect(
         await pair.gateway.until_idle()
         (link,) = pair.gateway.running.router.links
         assert link.is_suspect(time.monotonic()) is is_suspect
+
+
+class Leaving:
+    """A link whose worker is gone once it is asked for something."""
+
+    model = object()
+    is_ready = True
+
+    async def flush_cache(self) -> int:
+        self.is_ready = False
+        return 0
+
+
+async def test_a_flush_that_finds_the_last_worker_gone_does_not_look_like_an_empty_cache() -> None:
+    link: Any = Leaving()
+    unused: Any = None
+    router = Router(lambda: [link], Chooser())
+    service = InferenceService(unused, router, unused, unused, unused, limits=unused)
+    with pytest.raises(UnavailableError, match="no worker is ready"):
+        await service.FlushCache(public_pb.FlushCacheRequest(), unused)
 
 
 def test_a_backoff_begins_short_doubles_and_stops_growing() -> None:
