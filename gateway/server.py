@@ -195,6 +195,7 @@ def _link_maker(
             times=times,
             breaker=Breaker(config.breaker_threshold, config.breaker_cool_down_s),
             events=events,
+            coalesces=config.coalesce,
         )
 
     return link

@@ -69,7 +69,7 @@ class WorkerLink:
         times: LinkTimes,
         breaker: Breaker,
         events: LinkEvents,
-        coalesces: bool = True,
+        coalesces: bool,
     ) -> None:
         self.address = endpoint.address
         # What has been sent and told of its prefix cache.

@@ -49,8 +49,8 @@ class WorkerSession:
         silence_limit_s: float,
         on_load: Callable[[pb.GetLoadResponse], None],
         on_lag: Callable[[float], None],
-        on_prefixes: Callable[[bytes], None] = lambda _: None,
-        coalesces: bool = True,
+        on_prefixes: Callable[[bytes], None],
+        coalesces: bool,
     ) -> None:
         self._address = address
         self._call = call
