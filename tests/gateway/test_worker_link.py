@@ -140,6 +140,8 @@ async def test_a_session_whose_call_ends_while_it_writes_says_what_the_reader_le
         silence_limit_s=300,
         on_load=lambda _: None,
         on_lag=lambda _: None,
+        on_prefixes=lambda _: None,
+        coalesces=True,
     )
     with pytest.raises(ExceptionGroup) as caught:
         await session.run()
