@@ -31,11 +31,12 @@ from gateway.worker_set import WorkerSet
 from gateway.workers import Workers
 from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError
+from shared.exporter import metrics_exporter
 from shared.grpc_options import channel_options, server_options
 from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
-from shared.metrics import GatewayMetrics, GenerationMetrics, metrics_exporter
+from shared.metrics import GatewayMetrics, GenerationMetrics
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.reflection import enable_reflection

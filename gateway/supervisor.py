@@ -28,8 +28,9 @@ import structlog
 
 from gateway.config import EXIT_BAD_CONFIGURATION, GatewayConfig
 from gateway.shared_port import reserved_port
+from shared.exporter import metrics_exporter
 from shared.merged_metrics import FOLDER_VARIABLE, forget_gauges, merged_registry
-from shared.metrics import SupervisorMetrics, metrics_exporter
+from shared.metrics import SupervisorMetrics
 
 EXIT_FAILED = 1
 

@@ -7,10 +7,9 @@ is set rather than read at the scrape.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -223,24 +222,6 @@ class SupervisorMetrics:
             "Gateway processes that ended by themselves and were started anew.",
             registry=registry,
         )
-
-
-@contextmanager
-def metrics_exporter(registry: CollectorRegistry, host: str, port: int) -> Iterator[int]:
-    """Serves the registry over HTTP from a thread of its own; yields the bound port.
-
-    Port 0 turns it off. Raises OSError when the port is taken.
-    """
-    if port == 0:
-        yield 0
-        return
-    server, thread = start_http_server(port, addr=host, registry=registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _unauthenticated_calls(registry: CollectorRegistry) -> Counter:

@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError, UnavailableError
+from shared.exporter import metrics_exporter
 from shared.grpc_options import server_options
 from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
-from shared.metrics import WorkerMetrics, metrics_exporter, register_load
+from shared.metrics import WorkerMetrics, register_load
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc
 from shared.reflection import enable_reflection
 from shared.scheduling import batch_other_threads

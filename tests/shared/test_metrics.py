@@ -1,13 +1,10 @@
 """Metrics are read when they are scraped, from a registry of one's own."""
 
-import socket
-import urllib.request
 from dataclasses import dataclass
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from shared.metrics import GatewayMetrics, WorkerMetrics, metrics_exporter, register_load
+from shared.metrics import WorkerMetrics, register_load
 
 
 @dataclass
@@ -23,12 +20,6 @@ class Load:
     cached_tokens: int = 0
     generated_tokens: int = 0
     idle_s: float = 0.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def test_the_load_is_read_anew_at_each_scrape() -> None:
@@ -48,29 +39,3 @@ def test_two_services_of_a_kind_do_not_share_their_counts() -> None:
     WorkerMetrics(second)
     assert b'tandem_requests_total{outcome="EOS"} 1.0' in generate_latest(first)
     assert b"EOS" not in generate_latest(second)
-
-
-def test_the_exporter_serves_over_http_and_frees_its_port() -> None:
-    registry, port = CollectorRegistry(), free_port()
-    GatewayMetrics(registry).live_requests.set(7)
-    for _ in range(2):
-        with metrics_exporter(registry, "127.0.0.1", port) as bound:
-            assert bound == port
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-                assert b"tandem_requests_live 7.0" in answer.read()
-
-
-def test_port_0_means_no_exporter() -> None:
-    with metrics_exporter(CollectorRegistry(), "127.0.0.1", 0) as bound:
-        assert bound == 0
-
-
-def test_a_taken_port_is_an_error() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with (
-            pytest.raises(OSError, match="in use"),
-            metrics_exporter(CollectorRegistry(), "127.0.0.1", taken.getsockname()[1]),
-        ):
-            pass
