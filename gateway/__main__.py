@@ -10,6 +10,7 @@ import structlog
 
 from gateway.config import EXIT_CANNOT_LISTEN, GatewayConfig, load_config, resolved_processes
 from gateway.supervisor import supervise
+from shared.cores import usable_cores
 from shared.logs import LogFormat, configure_logging
 
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     config = load_config(arguments)
     configure_logging("gateway", LogFormat(config.log_format), level=config.log_level)
-    num_processes = resolved_processes(config.processes)
+    num_processes = resolved_processes(config.processes, usable_cores())
     structlog.get_logger(__name__).info("settings", processes=num_processes)
     if num_processes == 1:
         # Only here: a parent of several processes has no use for gRPC and its threads.

@@ -3,7 +3,6 @@
 `--max-live-requests 64` and `TANDEM_GATEWAY_MAX_LIVE_REQUESTS=64` are the same; the flag wins.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -73,7 +72,7 @@ class GatewayConfig(BaseSettings):
     )
     processes: _Processes = Field(
         default=None,
-        description="that share the port; auto: one less than there are cores, 1 to 8",
+        description="that share the port; auto: one less than the cores it may use, 1 to 8",
     )
     tokens: _Secrets = Field(
         default=(),
@@ -165,7 +164,7 @@ def load_config(arguments: Sequence[str]) -> GatewayConfig:
         sys.exit(EXIT_BAD_CONFIGURATION)
 
 
-def resolved_processes(processes: int | None) -> int:
+def resolved_processes(processes: int | None, cores: int) -> int:
     """How many; "auto", which is None, leaves a core to the worker.
 
     Only on Linux do processes that share a port share its connections.
@@ -174,4 +173,4 @@ def resolved_processes(processes: int | None) -> int:
         return processes
     if sys.platform != "linux":
         return 1
-    return max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
+    return max(1, min(_MOST_PROCESSES, cores - 1))

@@ -1,7 +1,6 @@
 """`tandem bench serve`: many streaming clients against a running pair, and what it gave them."""
 
 import asyncio
-import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from gateway.cli.trace_file import Trace, parse_trace
 from gateway.cli.up import UpOptions, run_pair
 from shared import bench_report
 from shared.auth import bearer_metadata
+from shared.cores import usable_cores
 from shared.grpc_options import channel_options
 from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
@@ -80,7 +80,7 @@ class _Engine:
 
 def default_processes() -> int:
     """A quarter of the cores: the pair needs the rest."""
-    return max(1, min(8, (os.cpu_count() or 1) // 4))
+    return max(1, min(8, usable_cores() // 4))
 
 
 def shape_arguments(shape: str) -> list[str]:

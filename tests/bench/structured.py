@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from shared.cores import usable_cores
 from shared.types import SamplingParams, StructuredOutput, StructureKind
 from tests.bench import report
 from tests.bench.offline import Run, random_prompt, run_offline
@@ -30,7 +31,6 @@ from worker.checkpoint.open import default_cache_dir, open_checkpoint
 from worker.checkpoint.tokenizer import TOKENIZER
 from worker.config import BUILT_IN_MODEL, WorkerConfig, load_config
 from worker.engine.factory import OpenedEngine, open_engine
-from worker.engine.openmp import usable_cores
 from worker.engine_main import scheduler_config
 from worker.messages import NewRequest
 from worker.step import Int32Array

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gateway.config import resolved_processes
 from gateway.supervisor import RestartPolicy, Supervisor
 
 # Says that it runs, and ends with 0 when it is told to.
@@ -160,3 +161,13 @@ async def test_a_command_that_is_not_there_is_a_failure_and_no_traceback(tmp_pat
     )
     async with asyncio.timeout(20):
         assert await supervisor.run() == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "cores", "num_processes"),
+    [(None, 1, 1), (None, 2, 1), (None, 5, 4), (None, 64, 8), (3, 1, 3), (12, 64, 12)],
+)
+def test_unless_told_there_is_a_process_for_each_core_but_one(
+    told: int | None, cores: int, num_processes: int
+) -> None:
+    assert resolved_processes(told, cores) == num_processes

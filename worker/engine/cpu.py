@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.cores import usable_cores
 from shared.errors import EngineError
 from worker.checkpoint.load import load_model
 from worker.checkpoint.source import Checkpoint, Progress
@@ -29,7 +30,6 @@ from worker.engine.kv_pool import (
     kv_bytes_per_token,
     pages_for,
 )
-from worker.engine.openmp import usable_cores
 from worker.engine.sampling import sample
 from worker.models.config import ModelConfig, ModelError
 from worker.models.decoder import Decoder

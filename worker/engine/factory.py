@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
+from shared.cores import usable_cores
 from worker.checkpoint.tokenizer import TOKENIZER, bundle_of_folder, eos_of_bundle
 from worker.config import WorkerConfig
 from worker.engine.echo import EchoEngine
-from worker.engine.openmp import limit_spinning, usable_cores
+from worker.engine.openmp import limit_spinning
 from worker.messages import ModelInfo, TokenizerBundle
 from worker.models.config import ModelError
 from worker.step import Engine, EngineInfo
