@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -202,6 +203,26 @@ async def test_a_full_queue_refuses_at_once(slow_client: Client) -> None:
     # Before any of the others is through: nobody waits to be refused.
     served = [result for result in results if result[0] == "ok"]
     assert max(took for _, took, _ in full) < min(took for _, took, _ in served)
+
+
+async def test_a_refusal_by_a_full_queue_takes_less_than_50_ms(slow_client: Client) -> None:
+    endless = pb.GenerateRequest(text="a b c d " * 100, max_tokens=400)
+    calls = [slow_client.stream(endless) for _ in range(8)]
+    async with asyncio.timeout(10):
+        while (await slow_client.load()).workers[0].waiting < 4:  # noqa: ASYNC110 - none to await
+            await asyncio.sleep(0.01)
+    took_ms = []
+    for _ in range(15):
+        begin = time.perf_counter()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await slow_client.collect(pb.GenerateRequest(text="one more"))
+        took_ms.append(1e3 * (time.perf_counter() - begin))
+        assert caught.value.code() == Code.RESOURCE_EXHAUSTED
+        assert retry_delay_s(caught.value) > 0
+    for call in calls:
+        call.cancel()
+    # 1.3 ms on a quiet machine; the median, because others may use this one.
+    assert statistics.median(took_ms) < 50
 
 
 async def test_a_deadline_ends_a_running_request(slow_client: Client) -> None:
