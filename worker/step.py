@@ -17,6 +17,9 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+# What an array is indexed by again and again: numpy makes one of these of any other type first,
+# which takes several times as long as reading the elements.
+IndexArray = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)

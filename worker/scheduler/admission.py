@@ -7,7 +7,7 @@ import numpy as np
 
 from shared.errors import InvalidArgumentError, QueueFullError, UnimplementedError
 from worker.messages import NewRequest
-from worker.scheduler.rows import Phase, RowTable
+from worker.scheduler.rows import RowTable
 from worker.step import EngineInfo, Int32Array, Int64Array
 
 # Admissions that tell the pace, and how few are not enough.
@@ -117,7 +117,7 @@ def growth_reserve(rows: RowTable, headroom_tokens: int, page_size: int) -> int:
     run out later. The reserve makes that rarer. It is at least a page for each row: a request
     that was preempted must not take back at once the very pages it was preempted for.
     """
-    running = (rows.phase == Phase.PREFILL) | (rows.phase == Phase.DECODE)
+    running = rows.running()
     to_come = rows.end_lens[running] - rows.lens[running]
     growth = np.clip(to_come, 1, max(1, headroom_tokens))
     return int((-(-growth // page_size)).sum())

@@ -9,7 +9,7 @@ import numpy as np
 
 from worker.messages import NewRequest
 from worker.scheduler.request import Request
-from worker.step import BoolArray, EngineInfo, Int32Array, LogprobsPlan, RowOpening
+from worker.step import BoolArray, EngineInfo, IndexArray, Int32Array, LogprobsPlan, RowOpening
 
 _NONE = np.empty(0, np.int32)
 _NOT_ASKED = -1
@@ -67,18 +67,18 @@ class RowFeatures:
         openings, self._openings = tuple(self._openings), []
         return openings
 
-    def adjusted(self, rows: Int32Array, samples: BoolArray, positions: Int32Array) -> Int32Array:
+    def adjusted(self, rows: IndexArray, samples: BoolArray, positions: Int32Array) -> Int32Array:
         """Indices of `rows` whose token at these positions is drawn from adjusted logits."""
         adjusts = self._adjusts[rows] | (positions < self._min_lens[rows])
         return _indices(samples & adjusts)
 
-    def masked(self, rows: Int32Array, samples: BoolArray) -> Int32Array:
+    def masked(self, rows: IndexArray, samples: BoolArray) -> Int32Array:
         """Indices of `rows` that wait for a mask."""
         return _indices(samples & self._is_masked[rows])
 
     def logprobs(
         self,
-        rows: Int32Array,
+        rows: IndexArray,
         samples: BoolArray,
         *,
         chunks: Sequence[tuple[Request, int]],

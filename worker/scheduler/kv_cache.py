@@ -10,7 +10,7 @@ from collections import deque
 from worker.scheduler.page_pool import PagePool
 from worker.scheduler.page_table import PageTable
 from worker.scheduler.radix_tree import Node, PrefixMatch, RadixTree
-from worker.step import EngineInfo, Int32Array
+from worker.step import EngineInfo, IndexArray, Int32Array
 
 
 class KVCacheManager:
@@ -76,13 +76,13 @@ class KVCacheManager:
         self.table.append(row, self._take(self.pages_for(num_tokens) - len(match.pages)))
         return row
 
-    def needs_page(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
+    def needs_page(self, rows: IndexArray, positions: Int32Array) -> IndexArray:
         """Those of the rows that have no page yet for the KV of their position."""
         columns = positions >> self._page_shift
-        lacking: Int32Array = rows[columns >= self.table.num_pages[rows]]
+        lacking: IndexArray = rows[columns >= self.table.num_pages[rows]]
         return lacking
 
-    def grow(self, rows: Int32Array) -> None:
+    def grow(self, rows: IndexArray) -> None:
         """One more page for each of the rows."""
         if len(rows):
             self.table.append_one_each(rows, self._take(len(rows)))

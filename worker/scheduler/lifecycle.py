@@ -139,7 +139,7 @@ class Lifecycle:
             self._release_if_free(request)
 
     def _stop_planning(self, request: Request, phase: Phase) -> None:
-        if self.rows.phase[request.row] == Phase.PREFILL:
+        if self.rows.phase[request.row] == Phase.PREFILL.value:
             self.prefilling.remove(request)
         self.rows.phase[request.row] = phase
 

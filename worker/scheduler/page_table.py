@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from worker.step import BoolArray, Int32Array
+from worker.step import BoolArray, IndexArray, Int32Array
 
 
 class PageTable:
@@ -41,7 +41,7 @@ class PageTable:
         self.pages[row, start : start + len(pages)] = pages
         self.num_pages[row] = start + len(pages)
 
-    def append_one_each(self, rows: Int32Array, pages: Int32Array) -> None:
+    def append_one_each(self, rows: IndexArray, pages: Int32Array) -> None:
         self.pages[rows, self.num_pages[rows]] = pages
         self.num_pages[rows] += 1
 
@@ -56,7 +56,7 @@ class PageTable:
         return replaced
 
     def take_updates(
-        self, rows: Int32Array, in_flight: BoolArray
+        self, rows: IndexArray, in_flight: BoolArray
     ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """(rows, columns, pages) that the engine must set before it runs a step of `rows`.
 
@@ -75,4 +75,4 @@ class PageTable:
         page_rows = np.repeat(rows, counts)
         before = np.cumsum(counts, dtype=np.int32) - counts
         columns = np.arange(len(page_rows), dtype=np.int32) + np.repeat(start - before, counts)
-        return page_rows, columns, self.pages[page_rows, columns]
+        return page_rows.astype(np.int32), columns, self.pages[page_rows, columns]

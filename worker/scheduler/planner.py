@@ -11,9 +11,10 @@ from worker.scheduler.config import Policy, SchedulerConfig
 from worker.scheduler.lifecycle import Lifecycle
 from worker.scheduler.request import Request
 from worker.scheduler.rows import Phase
-from worker.step import EngineInfo, Int32Array, RowOpening, StepPlan
+from worker.step import EngineInfo, IndexArray, RowOpening, StepPlan
 
-_NO_ROWS = np.empty(0, np.int32)
+_NO_ROWS = np.empty(0, np.intp)
+_NO_INDICES = np.empty(0, np.int32)
 
 
 class Planner:
@@ -46,7 +47,7 @@ class Planner:
             return None
         return self._lay_out(step_id, decode, chunks)
 
-    def _choose_decode(self, budget: int) -> Int32Array:
+    def _choose_decode(self, budget: int) -> IndexArray:
         """Rows that get one token, each with a page for the KV of its last one."""
         rows = self._decoding()
         if len(rows) > budget:
@@ -57,26 +58,26 @@ class Planner:
         self._kv.grow(growing)
         return rows
 
-    def _ration(self, growing: Int32Array, rows: Int32Array) -> tuple[Int32Array, Int32Array]:
+    def _ration(self, growing: IndexArray, rows: IndexArray) -> tuple[IndexArray, IndexArray]:
         """Preempts until pages suffice, now or when steps in flight are over.
 
         Returns those that may grow now, the first served first, and all rows that may decode;
         the others are left out of this step.
         """
         self._preempt_for(growing)
-        still = self._rows.phase[growing] == Phase.DECODE
+        still = self._rows.phase[growing] == Phase.DECODE.value
         granted = self._by_order(growing[still])[: self._kv.num_available]
-        allowed = self._rows.phase[rows] == Phase.DECODE
+        allowed = self._rows.phase[rows] == Phase.DECODE.value
         allowed &= ~np.isin(rows, growing) | np.isin(rows, granted)
         return granted, rows[allowed]
 
-    def _preempt_for(self, growing: Int32Array) -> None:
+    def _preempt_for(self, growing: IndexArray) -> None:
         phase = self._rows.phase
-        leaving = np.flatnonzero(phase >= Phase.PREEMPTED).tolist()
+        leaving = np.flatnonzero(phase >= Phase.PREEMPTED.value).tolist()
         coming = self._kv.num_retired + sum(self._kv.reclaimable(row) for row in leaving)
         shortage = len(growing) - self._kv.num_available - coming
         wanting = set(growing.tolist())
-        running = self._by_order(np.flatnonzero((phase == Phase.PREFILL) | (phase == Phase.DECODE)))
+        running = self._by_order(self._rows.running().nonzero()[0])
         # The last served go first. The first served never goes: it can always have all
         # pages, since the pool holds a whole context, so something always gets on.
         for row in running[:0:-1].tolist():
@@ -127,11 +128,11 @@ class Planner:
         return self._lifecycle.admit(match, self._page_size, now)
 
     def _lay_out(
-        self, step_id: int, decode: Int32Array, chunks: list[tuple[Request, int]]
+        self, step_id: int, decode: IndexArray, chunks: list[tuple[Request, int]]
     ) -> StepPlan:
         state = self._rows
         num_decode = len(decode)
-        rows = np.empty(num_decode + len(chunks), np.int32)
+        rows = np.empty(num_decode + len(chunks), np.intp)
         rows[:num_decode] = decode
         rows[num_decode:] = [request.row for request, _ in chunks]
         extend_lens = np.ones(len(rows), np.int32)
@@ -146,7 +147,8 @@ class Planner:
         # Only an unfinished chunk leaves tokens that are there to be computed.
         samples = computed == state.lens[rows]
         lens = state.lens[rows] + samples
-        write_rows = np.where(samples & (lens < state.end_lens[rows]), rows, self._sentinel)
+        row_ids = rows.astype(np.int32)
+        write_rows = np.where(samples & (lens < state.end_lens[rows]), row_ids, self._sentinel)
         page_rows, page_columns, page_ids = self._kv.table.take_updates(
             rows, state.num_in_flight[rows] > 0
         )
@@ -155,7 +157,7 @@ class Planner:
         state.num_in_flight[rows] += 1
         self._begin_decoding(chunks, samples[num_decode:])
         openings: tuple[RowOpening, ...] = ()
-        adjusted = masked = _NO_ROWS
+        adjusted = masked = _NO_INDICES
         logprobs = None
         features = state.features
         if features.num_open:
@@ -166,10 +168,10 @@ class Planner:
         return StepPlan(
             step_id=step_id,
             num_decode=num_decode,
-            rows=rows,
+            rows=row_ids,
             cached_lens=cached_lens,
             extend_lens=extend_lens,
-            prefill_token_ids=np.concatenate([_NO_ROWS, *parts]),
+            prefill_token_ids=np.concatenate([_NO_INDICES, *parts]),
             write_rows=write_rows,
             samples=samples,
             prompt_lens=state.prompt_lens[rows],
@@ -190,13 +192,14 @@ class Planner:
                 self._rows.phase[request.row] = Phase.DECODE
                 self._lifecycle.prefilling.remove(request)
 
-    def _decoding(self) -> Int32Array:
+    def _decoding(self) -> IndexArray:
         state = self._rows
         # A row whose last token is in flight has nothing left to compute.
-        ready = (state.phase == Phase.DECODE) & (state.lens < state.end_lens)
-        return np.flatnonzero(ready).astype(np.int32)
+        ready = (state.phase == Phase.DECODE.value) & (state.lens < state.end_lens)
+        decoding: IndexArray = ready.nonzero()[0]
+        return decoding
 
-    def _by_order(self, rows: np.ndarray) -> Int32Array:
+    def _by_order(self, rows: IndexArray) -> IndexArray:
         """The rows, those served first at the front."""
         ordered = sorted(rows.tolist(), key=lambda row: self._rows.request_of(row).order)
-        return np.array(ordered, np.int32)
+        return np.array(ordered, np.intp)

@@ -11,13 +11,16 @@ import numpy as np
 
 from worker.scheduler.features import RowFeatures
 from worker.scheduler.request import Request
-from worker.step import BoolArray, EngineInfo, Int32Array, SamplingBatch
+from worker.step import BoolArray, EngineInfo, IndexArray, Int32Array, SamplingBatch
 
 _NO_TOKEN = -1
 
 
 class Phase(IntEnum):
-    """What the planner may do with a row."""
+    """What the planner may do with a row.
+
+    Arrays of it are compared with a `value`: numpy takes 2 µs to find out what a member is.
+    """
 
     FREE = 0
     # Part of the known tokens is not planned yet.
@@ -97,6 +100,13 @@ class RowTable:
         assert request is not None, f"row {row} is free"
         return request
 
+    def running(self) -> BoolArray:
+        """Of all rows, those that are planned."""
+        running: BoolArray = (self.phase == Phase.PREFILL.value) | (
+            self.phase == Phase.DECODE.value
+        )
+        return running
+
     def known_tokens(self, row: int) -> Int32Array:
         """A view: the tokens that are on the host."""
         return self.token_ids[row, : self.known_lens[row]]
@@ -105,25 +115,25 @@ class RowTable:
         """A view: the known tokens whose KV is in place."""
         return self.token_ids[row, : min(self.valid_lens[row], self.known_lens[row])]
 
-    def append(self, rows: Int32Array, token_ids: Int32Array, now: float) -> None:
+    def append(self, rows: IndexArray, token_ids: Int32Array, now: float) -> None:
         """One sampled token for each of the rows."""
         positions = self.known_lens[rows]
         self.token_ids[rows, positions] = token_ids
         self.known_lens[rows] = positions + 1
         self.last_token_at[rows] = now
 
-    def heeds_eos(self, rows: Int32Array) -> BoolArray:
+    def heeds_eos(self, rows: IndexArray) -> BoolArray:
         heeds: BoolArray = ~self._ignore_eos[rows]
         return heeds
 
-    def hits_stop(self, rows: Int32Array, token_ids: Int32Array) -> BoolArray:
+    def hits_stop(self, rows: IndexArray, token_ids: Int32Array) -> BoolArray:
         """Whether each row's token is among the row's own stop tokens."""
         if not self._num_with_stops:
             return np.zeros(len(rows), np.bool_)
         hits: BoolArray = (self._stop_ids[rows] == token_ids[:, None]).any(axis=1)
         return hits
 
-    def sampling(self, rows: Int32Array) -> SamplingBatch:
+    def sampling(self, rows: IndexArray) -> SamplingBatch:
         every = self._sampling
         return SamplingBatch(
             temperature=every.temperature[rows],

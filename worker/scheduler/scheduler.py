@@ -29,6 +29,7 @@ from worker.scheduler.rows import Phase
 from worker.step import (
     BoolArray,
     EngineInfo,
+    IndexArray,
     Int32Array,
     Int64Array,
     StepLogprobs,
@@ -168,32 +169,33 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Takes the tokens of the oldest step in flight."""
-        self._leave(plan)
+        rows = self._leave(plan)
         state = self._rows
         # KV counts only on top of valid KV: after a step that failed, all of it is void.
-        sound = ~result.faulty & (state.valid_lens[plan.rows] == plan.cached_lens)
-        state.valid_lens[plan.rows] += np.where(sound, plan.extend_lens, 0)
+        valid_lens = state.valid_lens[rows]
+        sound = ~result.faulty & (valid_lens == plan.cached_lens)
+        state.valid_lens[rows] = valid_lens + sound * plan.extend_lens
         # A request may have ended while the step ran; what the step gave it is dropped.
-        is_open = state.phase[plan.rows] != Phase.ENDED
+        is_open = state.phase[rows] != Phase.ENDED.value
         faulty = result.faulty
         if plan.logprobs is not None and result.logprobs is not None:
             faulty = faulty | without_numbers(plan, result.logprobs)
             self._tell_prompts(plan, result.logprobs, is_open & ~faulty)
         kept = plan.samples & is_open & ~faulty
-        self._append(plan, result, kept, now)
-        self._share_prompts(plan, kept, now)
+        self._append(plan, result, rows, kept, now)
+        self._share_prompts(rows[plan.num_decode :][kept[plan.num_decode :]], now)
         if faulty.any():
             error = EngineError("the model's output was not finite")
-            self._fail_rows(plan.rows[faulty & is_open], error)
-        self._release(plan)
+            self._fail_rows(rows[faulty & is_open], error)
+        self._release(rows)
         self._account_idle(result)
 
     def fail(self, plan: StepPlan, error: ServingError, now: float) -> None:
         """Ends the requests of the oldest step in flight, and no others."""
-        self._leave(plan)
+        rows = self._leave(plan)
         self._device_free_at = None
-        self._fail_rows(plan.rows[self._rows.phase[plan.rows] != Phase.ENDED], error)
-        self._release(plan)
+        self._fail_rows(rows[self._rows.phase[rows] != Phase.ENDED.value], error)
+        self._release(rows)
 
     def drain_output(self, now: float) -> StepOutput | None:
         """All there is to tell since the last call, if anything."""
@@ -237,19 +239,24 @@ class Scheduler:
         """The cheap form of the check, for when `is_idle`."""
         integrity.check_idle(self._lifecycle)
 
-    def _leave(self, plan: StepPlan) -> None:
+    def _leave(self, plan: StepPlan) -> IndexArray:
+        """Takes a step from those in flight; returns its rows."""
         assert self._in_flight and self._in_flight[0] == plan.step_id, "steps end in order"
         self._in_flight.popleft()
-        self._rows.num_in_flight[plan.rows] -= 1
+        rows = plan.rows.astype(np.intp)
+        self._rows.num_in_flight[rows] -= 1
         self._lifecycle.kv.step_over(plan.step_id)
+        return rows
 
-    def _append(self, plan: StepPlan, result: StepResult, kept: BoolArray, now: float) -> None:
-        """Adds the tokens of `kept` rows to their requests, and ends those that are done."""
+    def _append(
+        self, plan: StepPlan, result: StepResult, rows: IndexArray, kept: BoolArray, now: float
+    ) -> None:
+        """Adds the tokens of the `kept` among a step's rows, and ends what is done with them."""
         state = self._rows
-        rows, token_ids = plan.rows[kept], result.token_ids[kept]
+        rows, token_ids = rows[kept], result.token_ids[kept]
         state.append(rows, token_ids, now)
         self._num_generated += len(rows)
-        is_eos = self._is_eos[token_ids] & state.heeds_eos(rows)
+        is_eos = self._is_eos.take(token_ids) & state.heeds_eos(rows)
         is_stop = state.hits_stop(rows, token_ids)
         is_matched = is_eos | is_stop
         shown = ~is_matched
@@ -278,30 +285,30 @@ class Scheduler:
             if told[i]:
                 self._rows.request_of(int(plan.rows[i])).num_prompt_logprobs += count
 
-    def _share_prompts(self, plan: StepPlan, kept: BoolArray, now: float) -> None:
-        """Puts prompts whose prefill this step completed in the tree."""
+    def _share_prompts(self, rows: IndexArray, now: float) -> None:
+        """Puts the prompts of rows whose prefill a step completed in the tree."""
         reading_step = self._in_flight[-1] if self._in_flight else None
-        for row in plan.rows[plan.num_decode :][kept[plan.num_decode :]].tolist():
+        for row in rows.tolist():
             request = self._rows.requests[row]
             if request is None:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = now
-            if self._rows.phase[row] != Phase.DECODE:
+            if self._rows.phase[row] != Phase.DECODE.value:
                 continue
             tokens = self._rows.valid_tokens(row)
             self._lifecycle.kv.share(row, tokens, request.new.cache_salt, reading_step)
 
-    def _fail_rows(self, rows: Int32Array, error: ServingError) -> None:
+    def _fail_rows(self, rows: IndexArray, error: ServingError) -> None:
         # What led to a fault may have begun in an earlier chunk: none of its KV is shared.
         self._rows.valid_lens[rows] = 0
         for row in rows.tolist():
             self._lifecycle.fail(self._rows.request_of(row), error)
 
-    def _release(self, plan: StepPlan) -> None:
-        """Lets go of the step's rows that are planned no more."""
-        leaving = self._rows.phase[plan.rows] >= Phase.PREEMPTED
-        for row in plan.rows[leaving].tolist():
+    def _release(self, rows: IndexArray) -> None:
+        """Lets go of those of a step's rows that are planned no more."""
+        leaving = self._rows.phase[rows] >= Phase.PREEMPTED.value
+        for row in rows[leaving].tolist():
             self._lifecycle.release_idle(row)
         if self._config.check_integrity:
             self.check_integrity()
