@@ -40,8 +40,10 @@ class Breaker:
     def record_success(self) -> None:
         self._faults = 0
 
-    def record_fault(self, now: float) -> None:
-        """A fault of the server's; a client's error is none."""
+    def record_fault(self, now: float) -> bool:
+        """A fault of the server's; a client's error is none. Returns whether that opened it."""
+        was_open = self.is_open(now)
         self._faults += 1
         if self._faults >= self._threshold:
             self._open_until = now + self._cool_down_s
+        return not was_open and self.is_open(now)

@@ -5,10 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from gateway.affinity import PromptPrefix
 from gateway.backoff import RETRY_AFTER_MS
-from gateway.routing import Chooser, RoutingPolicy
+from gateway.routing import Chooser, Reason, RoutingPolicy
 from gateway.served_model import ModelInfo, ServedModel
 from gateway.worker_link import WorkerLink
 from shared.errors import UnavailableError
+from shared.metrics import RoutingMetrics
 
 
 class Router:
@@ -18,11 +19,13 @@ class Router:
         self,
         links: Callable[[], Sequence[WorkerLink]],
         chooser: Chooser,
+        metrics: RoutingMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`links` tells of the workers there are now."""
         self._links = links
         self._chooser = chooser
+        self._metrics = metrics
         self._clock = clock
 
     @property
@@ -61,8 +64,12 @@ class Router:
         if not candidates:
             raise no_worker_error()
         if preferred in candidates:
-            return preferred
-        link = self._chooser.choose(candidates, prompt, self._clock())
+            link, reason = preferred, Reason.PREFIX
+        else:
+            link, reason = self._chooser.choose(candidates, prompt, self._clock())
+        self._metrics.decisions.labels(reason.value).inc()
+        if tried:
+            self._metrics.retries.inc()
         if self._chooser.policy is RoutingPolicy.PREFIX and len(self._links()) > 1:
             link.prefixes.send(prompt, link.page_size)
         return link

@@ -25,6 +25,19 @@ class RoutingPolicy(Enum):
     LEAST_LOADED = "least-loaded"
 
 
+class Reason(Enum):
+    """Why a worker got a request."""
+
+    # No other could have had it.
+    ONLY = "only"
+    # It has a beginning of the prompt, as far as is known.
+    PREFIX = "prefix"
+    # No worker near the mean load has one; the prompt's hash says whose it is.
+    HASH = "hash"
+    # It has less to do, and that decided.
+    LOAD = "load"
+
+
 class Candidate(Protocol):
     """A ready worker, as far as choosing goes."""
 
@@ -79,10 +92,12 @@ class Chooser:
         self._rng = rng or random.Random()
         self._turn = 0
 
-    def choose(self, candidates: Sequence[C], prompt: PromptPrefix | None, now: float) -> C:
+    def choose(
+        self, candidates: Sequence[C], prompt: PromptPrefix | None, now: float
+    ) -> tuple[C, Reason]:
         """One of the candidates, of which there must be one at least."""
         if len(candidates) == 1:
-            return candidates[0]
+            return candidates[0], Reason.ONLY
         # A suspect worker is still better than none, and so is a full one's own refusal.
         ranks = [(one.is_suspect(now), one.is_full) for one in candidates]
         best = min(ranks)
@@ -94,9 +109,9 @@ class Chooser:
             fit = self._rng.sample(fit, min(2, len(fit)))
         elif self.policy is RoutingPolicy.PREFIX and prompt is not None:
             return self._by_prefix(fit, prompt)
-        return min(fit, key=_load)
+        return min(fit, key=_load), Reason.LOAD
 
-    def _by_prefix(self, fit: list[C], prompt: PromptPrefix) -> C:
+    def _by_prefix(self, fit: list[C], prompt: PromptPrefix) -> tuple[C, Reason]:
         weights = self._weights
         mean_capacity = sum(one.capacity for one in fit) / len(fit)
         loads = [_load(one) * mean_capacity for one in fit]
@@ -106,14 +121,18 @@ class Chooser:
         near = [(one, load) for one, load in zip(fit, loads, strict=True) if load + 1 <= bound]
         if not any(prompt.names(one.page_size) for one, _ in near):
             # Too short for any cache.
-            return min(fit, key=_load)
+            return min(fit, key=_load), Reason.LOAD
         scored = [
             (one.prefixes.matched_tokens(prompt, one.page_size), load, one) for one, load in near
         ]
         if not any(matched for matched, _, _ in scored):
             # Nobody has it. All gateways agree, without a word, on who shall.
-            return max((one for one, _ in near), key=lambda one: _affinity(prompt.head, one))
-        return max(scored, key=lambda entry: entry[0] - weights.tokens_per_request * entry[1])[2]
+            owner = max((one for one, _ in near), key=lambda one: _affinity(prompt.head, one))
+            return owner, Reason.HASH
+        matched, _, best = max(
+            scored, key=lambda entry: entry[0] - weights.tokens_per_request * entry[1]
+        )
+        return best, Reason.PREFIX if matched else Reason.LOAD
 
 
 def _load(one: Candidate) -> float:

@@ -164,7 +164,12 @@ def _workers(
     resolver: Resolver,
 ) -> Workers:
     changed = asyncio.Event()
-    events = LinkEvents(changed.set, metrics.worker_losses.inc, metrics.hop_lag.observe)
+    events = LinkEvents(
+        on_change=changed.set,
+        on_loss=metrics.worker_losses.inc,
+        on_lag=metrics.hop_lag.observe,
+        on_suspect=metrics.routing.breaker_opens.inc,
+    )
     links = WorkerSet(_link_maker(config, executor, events))
     discovery = Discovery(
         map(worker_place, config.workers),
@@ -172,7 +177,8 @@ def _workers(
         resolver=resolver,
         interval_s=config.discovery_interval_s,
     )
-    router = Router(lambda: links.links, Chooser(RoutingPolicy(config.routing)))
+    chooser = Chooser(RoutingPolicy(config.routing))
+    router = Router(lambda: links.links, chooser, metrics.routing)
     on_num_ready = metrics.workers_ready.set
     return Workers(links, discovery, router, changed=changed, on_num_ready=on_num_ready)
 

@@ -55,6 +55,8 @@ class LinkEvents:
     on_loss: Callable[[], None]
     # Seconds that a step's output took to come here; once for each.
     on_lag: Callable[[float], None]
+    # Its answers were faults so often that others are preferred for a while.
+    on_suspect: Callable[[], None]
 
 
 class WorkerLink:
@@ -260,7 +262,7 @@ class WorkerLink:
                 self.prefixes.forget()
                 self._changed_hands.notify()
                 if not self.is_retired:
-                    self._breaker.record_fault(asyncio.get_running_loop().time())
+                    self._record_fault()
                     self._events.on_loss()
                 self._events.on_change()
 
@@ -317,9 +319,13 @@ class WorkerLink:
         """A client's error says nothing of the worker, nor does one that left unserved."""
         if isinstance(channel.end, ServingError):
             if channel.end.code in _SERVER_FAULTS:
-                self._breaker.record_fault(asyncio.get_running_loop().time())
+                self._record_fault()
         elif channel.started is not None:
             self._breaker.record_success()
+
+    def _record_fault(self) -> None:
+        if self._breaker.record_fault(asyncio.get_running_loop().time()):
+            self._events.on_suspect()
 
     def _complain(self, error: BaseException) -> None:
         """Once for each new reason: a worker may be away for hours."""

@@ -179,11 +179,37 @@ class GenerationMetrics:
         )
 
 
+class RoutingMetrics:
+    """What a gateway process counts of its choices among workers.
+
+    None has a worker's address, for containers that come and go have ever new ones.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.decisions = Counter(
+            "tandem_routing_decisions",
+            "Choices of a worker, by what decided.",
+            ["reason"],
+            registry=registry,
+        )
+        self.retries = Counter(
+            "tandem_request_retries",
+            "Requests sent to another worker because one lost or refused them.",
+            registry=registry,
+        )
+        self.breaker_opens = Counter(
+            "tandem_circuit_breaker_opens",
+            "Times a worker was passed over for a while, after faults in a row.",
+            registry=registry,
+        )
+
+
 class GatewayMetrics:
     """What a gateway process counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = GenerationMetrics(registry)
+        self.routing = RoutingMetrics(registry)
         self.live_requests = Gauge(
             "tandem_requests_live",
             "Requests being streamed now.",

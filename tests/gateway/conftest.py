@@ -126,11 +126,13 @@ def quiet_two(make_worker: MakeWorker, start_gateway: StartGateway) -> StartQuie
     """Two workers that a test speaks for, and their gateway."""
 
     @asynccontextmanager
-    async def start(*, max_running: int = 0, max_waiting: int = 0) -> AsyncIterator[QuietTwo]:
+    async def start(
+        *, max_running: int = 0, max_waiting: int = 0, **settings: Any
+    ) -> AsyncIterator[QuietTwo]:
         async with make_worker(echoes=False) as one, make_worker(echoes=False) as other:
             for worker in (one, other):
                 worker.model.max_running, worker.model.max_waiting = max_running, max_waiting
-            async with start_gateway(one, other) as gateway:
+            async with start_gateway(one, other, **settings) as gateway:
                 yield QuietTwo(one, other, gateway)
 
     return start

@@ -6,8 +6,10 @@ import urllib.request
 
 import grpc
 
+from shared.pb.tandem.v1 import inference_pb2 as pb
+from tests.answers import collect, collect_all
 from tests.gateway.client import text
-from tests.gateway.conftest import MakeWorker, StartGateway
+from tests.gateway.conftest import MakeWorker, StartGateway, StartQuietTwo
 
 
 def free_port() -> int:
@@ -40,3 +42,45 @@ async def test_requests_tokens_and_latencies_are_counted(
     assert metrics["tandem_time_to_first_token_seconds_count"] == 1
     assert metrics["tandem_workers_ready"] == 1
     assert metrics["tandem_requests_live"] == 0
+
+
+async def test_what_decided_on_a_worker_is_counted(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    port = free_port()
+    prompt = "one two three four five six seven eight nine ten " * 5
+    async with (
+        make_worker() as one,
+        make_worker() as other,
+        start_gateway(one, other, metrics_port=port) as gateway,
+    ):
+        for request in (prompt, prompt, prompt, "short"):
+            await gateway.collect(text(request))
+        twice = text(prompt, n=2, sampling=pb.SamplingParams(temperature=1))
+        await collect_all(gateway.stream(twice))
+        await one.crash()
+        await gateway.until_ready(1)
+        await gateway.collect(text(prompt))
+        metrics = await asyncio.to_thread(read, port)
+    name = 'tandem_routing_decisions_total{{reason="{}"}}'
+    counted = {
+        reason: metrics[name.format(reason)] for reason in ("hash", "prefix", "load", "only")
+    }
+    # The second completion of a request follows the first.
+    assert counted == {"hash": 1, "prefix": 4, "load": 1, "only": 1}
+    assert metrics["tandem_request_retries_total"] == 0
+
+
+async def test_retries_and_workers_that_became_suspect_are_counted(
+    quiet_two: StartQuietTwo,
+) -> None:
+    port = free_port()
+    async with quiet_two(metrics_port=port, breaker_threshold=1) as two:
+        call, first, second = await two.stream()
+        await first.crash()
+        (await second.request()).finish()
+        await collect(call)
+        await two.gateway.until_ready(1)
+        metrics = await asyncio.to_thread(read, port)
+    assert metrics["tandem_request_retries_total"] == 1
+    assert metrics["tandem_circuit_breaker_opens_total"] == 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gateway.affinity import PrefixMemory, PromptPrefix
-from gateway.routing import Chooser, RoutingPolicy
+from gateway.routing import Chooser, Reason, RoutingPolicy
 from shared.prefix_hashes import FINGERPRINT_BYTES
 
 PAGE_SIZE = 16
@@ -64,7 +64,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 def choose(
     candidates: list[Worker], prompt: Sequence[int], policy: RoutingPolicy = RoutingPolicy.PREFIX
 ) -> Worker:
-    return Chooser(policy, rng=random.Random(0)).choose(candidates, PromptPrefix(prompt), 0.0)
+    return Chooser(policy, rng=random.Random(0)).choose(candidates, PromptPrefix(prompt), 0.0)[0]
 
 
 def test_the_worker_that_was_sent_the_longest_part_of_the_prompt_gets_it() -> None:
@@ -114,6 +114,25 @@ def test_no_match_is_worth_more_than_the_bound_of_a_workers_share() -> None:
     assert choose(some, prompt) is some[1]
 
 
+def test_what_decided_is_told() -> None:
+    some = workers(2)
+    known, new = PromptPrefix(range(400)), PromptPrefix(range(1000, 1400))
+    some[0].prefixes.send(known, PAGE_SIZE)
+
+    def reason(
+        prompt: PromptPrefix, policy: RoutingPolicy = RoutingPolicy.PREFIX, *, of: int = 2
+    ) -> Reason:
+        return Chooser(policy).choose(some[:of], prompt, 0.0)[1]
+
+    assert reason(known) is Reason.PREFIX
+    assert reason(new) is Reason.HASH
+    assert reason(PromptPrefix(range(4))) is Reason.LOAD
+    assert reason(known, of=1) is Reason.ONLY
+    assert reason(known, RoutingPolicy.LEAST_LOADED) is Reason.LOAD
+    some[0].num_outstanding = 4
+    assert reason(PromptPrefix(range(50))) is Reason.LOAD
+
+
 def test_a_larger_worker_may_have_more() -> None:
     some = workers(2)
     some[0].capacity = 256
@@ -140,7 +159,7 @@ def test_of_two_at_random_the_less_loaded_is_taken() -> None:
     some = workers(4)
     some[0].num_outstanding = 10
     chooser = Chooser(RoutingPolicy.POWER_OF_TWO, rng=random.Random(5))
-    chosen = Counter(chooser.choose(some, None, 0.0).address for _ in range(3000))
+    chosen = Counter(chooser.choose(some, None, 0.0)[0].address for _ in range(3000))
     assert some[0].address not in chosen
     assert len(chosen) == 3
     assert min(chosen.values()) > 800
@@ -162,7 +181,7 @@ def test_prompts_that_nobody_has_go_where_every_gateway_would_send_them() -> Non
 def test_prompts_too_short_to_be_cached_take_turns() -> None:
     some = workers(3)
     chooser = Chooser()
-    chosen = [chooser.choose(some, PromptPrefix([1, 2, 3]), 0.0).address for _ in range(9)]
+    chosen = [chooser.choose(some, PromptPrefix([1, 2, 3]), 0.0)[0].address for _ in range(9)]
     assert sorted(Counter(chosen).values()) == [3, 3, 3]
 
 
@@ -219,7 +238,7 @@ class Simulation:
             chosen = self.rng.choice(self.views[gateway])
         else:
             prefix = PromptPrefix(prompt)
-            chosen = self.choosers[gateway].choose(self.views[gateway], prefix, 0.0)
+            chosen, _ = self.choosers[gateway].choose(self.views[gateway], prefix, 0.0)
             chosen.prefixes.send(prefix, PAGE_SIZE)
         worker = chosen.worker
         self.hits += worker.serve(prompt[:-1])

@@ -5,12 +5,14 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from gateway.backoff import Backoff, Breaker
 from gateway.router import Router
 from gateway.routing import Chooser
 from gateway.service import InferenceService
 from shared.errors import Code, UnavailableError
+from shared.metrics import RoutingMetrics
 from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from tests.gateway.conftest import StartQuiet
 
@@ -66,7 +68,7 @@ class Leaving:
 async def test_a_flush_that_finds_the_last_worker_gone_does_not_look_like_an_empty_cache() -> None:
     link: Any = Leaving()
     unused: Any = None
-    router = Router(lambda: [link], Chooser())
+    router = Router(lambda: [link], Chooser(), RoutingMetrics(CollectorRegistry()))
     service = InferenceService(unused, router, unused, unused, unused, limits=unused)
     with pytest.raises(UnavailableError, match="no worker is ready"):
         await service.FlushCache(public_pb.FlushCacheRequest(), unused)
@@ -84,10 +86,17 @@ def test_a_backoff_begins_short_doubles_and_stops_growing() -> None:
 
 def test_a_breaker_opens_after_faults_in_a_row_and_closes_with_time() -> None:
     breaker = Breaker(threshold=2, cool_down_s=5)
-    breaker.record_fault(now=0)
+    assert not breaker.record_fault(now=0)
     breaker.record_success()
-    breaker.record_fault(now=1)
+    assert not breaker.record_fault(now=1)
     assert not breaker.is_open(now=1)
-    breaker.record_fault(now=2)
+    assert breaker.record_fault(now=2)
     assert breaker.is_open(now=6.9)
     assert not breaker.is_open(now=7)
+
+
+def test_a_breaker_tells_of_each_opening_once() -> None:
+    breaker = Breaker(threshold=1, cool_down_s=5)
+    assert [breaker.record_fault(now) for now in (0, 4, 8.9, 14)] == [True, False, False, True]
+    never = Breaker(threshold=1, cool_down_s=0)
+    assert not never.record_fault(now=0)
