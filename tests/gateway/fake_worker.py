@@ -59,6 +59,12 @@ class Received:
 
     def send_tokens(self, token_ids: Sequence[int], *, also_ended_by: int | None = None) -> None:
         """All in one step output; `also_ended_by` has only its logprobs there."""
+        self.send_output(self.output_of(token_ids, also_ended_by=also_ended_by))
+
+    def output_of(
+        self, token_ids: Sequence[int], *, also_ended_by: int | None = None
+    ) -> pb.StepOutput:
+        """The same, to be sent by the test."""
         self.num_sent += len(token_ids)
         output = pb.StepOutput(handles=[self.submit.handle] * len(token_ids), token_ids=token_ids)
         if self.submit.HasField("logprobs") and self.sends_logprobs:
@@ -66,7 +72,7 @@ class Received:
             output.logprobs.append(
                 self._logprobs([*token_ids, *ended_by], self.submit.logprobs, prompt=False)
             )
-        self.send_output(output)
+        return output
 
     def finish(
         self, reason: "pb.FinishReason" = pb.FINISH_REASON_LENGTH, matched: int | None = None

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,7 +12,7 @@ from gateway.coalescing import Coalescing, RemoteClock
 from gateway.tokenizer import TextTokenizer
 from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
-from tests.answers import collect
+from tests.answers import Collected, collect
 from tests.gateway.client import text
 from tests.gateway.conftest import StartQuiet
 from tests.gateway.fake_worker import Received
@@ -99,14 +99,12 @@ async def flowing(quiet: StartQuiet, **settings: object) -> AsyncIterator[tuple[
 
 def late(request: Received, token_id: int, *, lag_s: float = 10.0) -> None:
     """A token of a step that was committed so long ago, and had many others that went."""
-    handle, gone = request.submit.handle, range(1000, 1000 + MANY)
-    request.send_output(
-        pb.StepOutput(
-            handles=[handle, *gone],
-            token_ids=[token_id, *gone],
-            committed_unix_us=int(1e6 * (time.time() - lag_s)),
-        )
-    )
+    output = request.output_of([token_id])
+    gone = range(1000, 1000 + MANY)
+    output.handles.extend(gone)
+    output.token_ids.extend(gone)
+    output.committed_unix_us = int(1e6 * (time.time() - lag_s))
+    request.send_output(output)
 
 
 async def test_tokens_of_late_steps_come_eight_at_a_time(quiet: StartQuiet) -> None:
@@ -174,6 +172,61 @@ async def test_a_stop_string_among_tokens_that_wait_ends_the_text(
         assert await pair.abort_replies(request) == [False]
     assert answer.text == "one two three "
     assert answer.finished.stop_string == "STOP"
+
+
+def merged(request: Received, token_ids: Sequence[int]) -> None:
+    """As a worker joins steps that wait: all tokens, and a part with the logprobs of each step."""
+    whole = pb.StepOutput()
+    for token_id in token_ids:
+        whole.MergeFrom(request.output_of([token_id]))
+    request.send_output(whole)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["ten words are here in a row, one for each finger", "世界 😀 a STO b 😀"]
+)
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_tokens_that_wait_together_have_the_logprobs_that_they_have_alone(
+    quiet: StartQuiet, served: TextTokenizer, prompt: str, num_top: int
+) -> None:
+    ids = served.encode(prompt, add_special_tokens=False) * 3
+    request = text(
+        "x",
+        output=public_pb.OutputOptions(logprobs=num_top),
+        stopping=public_pb.StopConditions(stop_strings=["STOP"]),
+    )
+    async with quiet() as pair:
+
+        async def answer_to(send: Callable[[Received], None]) -> Collected:
+            call, received = await pair.stream(request)
+            received.start()
+            send(received)
+            received.finish()
+            return await collect(call)
+
+        def one_by_one(received: Received) -> None:
+            for token_id in ids:
+                received.send_tokens([token_id])
+
+        def in_merged_steps(received: Received) -> None:
+            for begin in range(0, len(ids), 7):
+                merged(received, ids[begin : begin + 7])
+
+        def in_late_steps(received: Received) -> None:
+            for token_id in ids:
+                late(received, token_id)
+
+        alone = await answer_to(one_by_one)
+        assert alone.token_ids == [place.chosen.token_id for place in alone.logprobs] == ids
+        spelt = b"".join(place.chosen.token_bytes for place in alone.logprobs)
+        assert alone.text == spelt.decode() == prompt * 3
+        for send in (in_merged_steps, in_late_steps):
+            together = await answer_to(send)
+            assert max(len(delta.token_ids) for delta in together.deltas) >= 7
+            assert (together.text, together.token_ids) == (alone.text, alone.token_ids)
+            assert together.logprobs == alone.logprobs
+            for delta in together.deltas:
+                assert [place.chosen.token_id for place in delta.logprobs] == delta.token_ids
 
 
 async def test_a_channel_that_is_listened_to_tells_of_what_it_has_when_nobody_listens_again() -> (
