@@ -4,7 +4,7 @@ A plan speaks of lengths and places, never of the values that a step still in fl
 will sample: a decode row's input is read by the engine from its own token pool, where
 the step before wrote it. That is what lets step N+1 be planned while N runs.
 
-Every array of a plan is the plan's own copy; neither side changes it afterwards.
+Neither side changes an array of a plan afterwards; plans may have arrays in common.
 """
 
 from dataclasses import dataclass, field
@@ -115,8 +115,8 @@ class StepPlan:
     # [num_rows] length of the client's prompt; positions from there on are output.
     prompt_lens: Int32Array
     # [num_new_pages] entries of the page table to set before the step runs:
-    # page_table[page_rows, page_columns] = page_ids. No entry twice; those of a step that was
-    # in flight when this one was planned are repeated, should that step fail before it set them.
+    # page_table[page_rows, page_columns] = page_ids. No entry twice; those of a
+    # row's step are repeated in its next one, should the first fail before it set them.
     page_rows: Int32Array
     page_columns: Int32Array
     page_ids: Int32Array

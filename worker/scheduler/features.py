@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from worker.messages import NewRequest
-from worker.scheduler.request import Request
+from worker.scheduler.request import Chunk, Request
 from worker.step import BoolArray, EngineInfo, IndexArray, Int32Array, LogprobsPlan, RowOpening
 
 _NONE = np.empty(0, np.int32)
@@ -80,28 +80,27 @@ class RowFeatures:
         self,
         rows: IndexArray,
         samples: BoolArray,
-        *,
-        chunks: Sequence[tuple[Request, int]],
-        starts: Sequence[int],
+        chunks: Sequence[Chunk],
     ) -> LogprobsPlan | None:
-        """What the step owes; the last rows are those of `chunks`, which begin at `starts`."""
+        """What the step owes; the last rows are those of `chunks`."""
         sampled = _indices(samples & (self.num_logprobs[rows] != _NOT_ASKED))
         prompts = [
-            (i, request, start, extend)
-            for i, ((request, extend), start) in enumerate(zip(chunks, starts, strict=True))
-            if self.num_prompt_logprobs[request.row] != _NOT_ASKED
+            (i, chunk)
+            for i, chunk in enumerate(chunks)
+            if self.num_prompt_logprobs[chunk.request.row] != _NOT_ASKED
         ]
         if not len(sampled) and not prompts:
             return None
         num_decode = len(rows) - len(chunks)
         inputs, targets, prompt_rows, counts = [_NONE], [_NONE], [], []
         # Where each chunk's inputs begin among the step's.
-        offsets = num_decode + np.cumsum([0, *(extend for _, extend in chunks)])
-        for i, request, start, extend in prompts:
+        offsets = num_decode + np.cumsum([0, *(chunk.extend_len for chunk in chunks)])
+        for i, chunk in prompts:
+            request, start = chunk.request, chunk.start
             # The input at position p has the logits of the token at p + 1. A resumed request
             # computes again what it was told of already.
             first = max(start, request.num_prompt_logprobs)
-            end = min(start + extend, request.prompt_len - 1)
+            end = min(start + chunk.extend_len, request.prompt_len - 1)
             if first < end:
                 at = int(offsets[i]) - start
                 inputs.append(np.arange(at + first, at + end, dtype=np.int32))

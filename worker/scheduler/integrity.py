@@ -47,13 +47,13 @@ def _check_rows(lifecycle: Lifecycle, used_rows: list[int]) -> None:
         }[Phase(rows.phase[row])]
         _require(request.state is expected, f"row {row}: {request.state}, {rows.phase[row]}")
         is_leaving = expected is not RequestState.RUNNING
-        _require(not is_leaving or rows.num_in_flight[row] > 0, f"row {row} was not released")
+        _require(not is_leaving or rows.is_in_flight(row), f"row {row} was not released")
         valid, computed = rows.valid_lens[row], rows.computed_lens[row]
         known, planned, end = rows.known_lens[row], rows.lens[row], rows.end_lens[row]
         _require(valid <= computed <= planned, f"row {row}: {valid}, {computed}, {planned}")
         _require(known <= planned <= end, f"row {row}: {known}, {planned}, {end}")
     _require(not rows.phase[free].any(), "a free row has a phase")
-    _require(not rows.num_in_flight[free].any(), "a free row is in flight")
+    _require(not any(map(rows.is_in_flight, free)), "a free row is in flight")
     num_waiting = sum(r.state is RequestState.WAITING for r in lifecycle.live.values())
     _require(num_waiting == len(lifecycle.waiting), "the queue's length is wrong")
 

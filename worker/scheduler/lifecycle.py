@@ -145,7 +145,7 @@ class Lifecycle:
 
     def _release_if_free(self, request: Request) -> None:
         row = request.row
-        if self.rows.num_in_flight[row]:
+        if self.rows.is_in_flight(row):
             return
         # Valid KV only: that of a step that failed, or after one, must not reach the tree.
         self.kv.share(row, self.rows.valid_tokens(row), request.new.cache_salt, None)

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from worker.step import BoolArray, IndexArray, Int32Array
+from worker.step import IndexArray, Int32Array
+
+_NONE = np.empty(0, np.int32)
 
 
 class PageTable:
@@ -17,7 +19,7 @@ class PageTable:
         self.num_pages = np.zeros(max_rows, np.int32)
         self.num_shared = np.zeros(max_rows, np.int32)
         self.num_synced = np.zeros(max_rows, np.int32)
-        # What num_synced was before the latest plan.
+        # What num_synced was before the row's latest plan.
         self._resend_from = np.zeros(max_rows, np.int32)
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
@@ -55,24 +57,25 @@ class PageTable:
             self.num_synced[row] = min(self.num_synced[row], first + changed[0])
         return replaced
 
-    def take_updates(
-        self, rows: IndexArray, in_flight: BoolArray
-    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+    def take_updates(self, rows: IndexArray) -> tuple[Int32Array, Int32Array, Int32Array]:
         """(rows, columns, pages) that the engine must set before it runs a step of `rows`.
 
         Only planned rows are brought up to date: an update for another row could meet,
-        in one plan, the updates of that row's next owner. Rows that the step in flight has,
-        too, get that step's updates again: should it fail before it applies them, this one
-        would write into pages of the row's former owner.
+        in one plan, the updates of that row's next owner. What a row's step is given, its next
+        one is given again: should the first, still in flight, fail before it applies them,
+        the next would write into pages of the row's former owner.
         """
-        synced = self.num_synced[rows]
-        start = np.where(in_flight, np.minimum(synced, self._resend_from[rows]), synced)
-        counts = self.num_pages[rows] - start
+        synced, ends = self.num_synced[rows], self.num_pages[rows]
+        starts = np.minimum(synced, self._resend_from[rows])
         self._resend_from[rows] = synced
-        self.num_synced[rows] = self.num_pages[rows]
-        (stale,) = np.nonzero(counts)
-        rows, start, counts = rows[stale], start[stale], counts[stale]
-        page_rows = np.repeat(rows, counts)
-        before = np.cumsum(counts, dtype=np.int32) - counts
-        columns = np.arange(len(page_rows), dtype=np.int32) + np.repeat(start - before, counts)
-        return page_rows.astype(np.int32), columns, self.pages[page_rows, columns]
+        self.num_synced[rows] = ends
+        stale = (starts < ends).nonzero()[0]
+        if not len(stale):
+            return _NONE, _NONE, _NONE
+        starts = starts[stale]
+        counts = ends[stale] - starts
+        page_rows = rows[stale].repeat(counts)
+        before = counts.cumsum() - counts
+        columns = np.arange(len(page_rows)) + (starts - before).repeat(counts)
+        pages = self.pages[page_rows, columns]
+        return page_rows.astype(np.int32), columns.astype(np.int32), pages

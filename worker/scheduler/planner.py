@@ -9,9 +9,9 @@ import numpy as np
 from worker.scheduler.admission import growth_reserve
 from worker.scheduler.config import Policy, SchedulerConfig
 from worker.scheduler.lifecycle import Lifecycle
-from worker.scheduler.request import Request
+from worker.scheduler.request import Chunk, Request
 from worker.scheduler.rows import Phase
-from worker.step import EngineInfo, IndexArray, RowOpening, StepPlan
+from worker.step import EngineInfo, IndexArray, Int32Array, RowOpening, StepPlan
 
 _NO_ROWS = np.empty(0, np.intp)
 _NO_INDICES = np.empty(0, np.int32)
@@ -23,7 +23,9 @@ class Planner:
     def __init__(self, config: SchedulerConfig, info: EngineInfo, lifecycle: Lifecycle) -> None:
         self._config = config
         self._page_size = info.page_size
-        self._sentinel = info.max_rows
+        self._sentinel = np.int32(info.max_rows)
+        # Extend lens of decode rows; plans have parts of it.
+        self._ones = np.ones(info.max_rows, np.int32)
         self._max_running = min(config.max_running, info.max_rows)
         self._lifecycle = lifecycle
         self._rows = lifecycle.rows
@@ -86,25 +88,26 @@ class Planner:
             shortage -= self._kv.reclaimable(row) + int(row in wanting)
             self._lifecycle.preempt(self._rows.request_of(row))
 
-    def _choose_chunks(self, budget: int, now: float) -> list[tuple[Request, int]]:
-        """(request, tokens) of the prefills that go on, then of those that begin."""
-        chunks = []
+    def _choose_chunks(self, budget: int, now: float) -> list[Chunk]:
+        """Those of the prefills that go on, then of those that begin."""
+        chunks: list[Chunk] = []
         for request in self._lifecycle.prefilling:
             if budget <= 0:
                 break
-            chunks.append((request, self._chunk_len(request, budget)))
-            budget -= chunks[-1][1]
+            chunks.append(self._chunk(request, budget))
+            budget -= chunks[-1].extend_len
         while budget > 0:
             admitted = self._admit_next(now)
             if admitted is None:
                 break
-            chunks.append((admitted, self._chunk_len(admitted, budget)))
-            budget -= chunks[-1][1]
+            chunks.append(self._chunk(admitted, budget))
+            budget -= chunks[-1].extend_len
         return chunks
 
-    def _chunk_len(self, request: Request, budget: int) -> int:
-        left = self._rows.known_lens[request.row] - self._rows.computed_lens[request.row]
-        return min(budget, int(left))
+    def _chunk(self, request: Request, budget: int) -> Chunk:
+        start = int(self._rows.computed_lens[request.row])
+        left = int(self._rows.known_lens[request.row]) - start
+        return Chunk(request, start, min(budget, left), is_last=left <= budget)
 
     def _admit_next(self, now: float) -> Request | None:
         """The queue's first request, if there is a place and there are pages for it.
@@ -127,35 +130,27 @@ class Planner:
             return None
         return self._lifecycle.admit(match, self._page_size, now)
 
-    def _lay_out(
-        self, step_id: int, decode: IndexArray, chunks: list[tuple[Request, int]]
-    ) -> StepPlan:
+    def _lay_out(self, step_id: int, decode: IndexArray, chunks: list[Chunk]) -> StepPlan:
         state = self._rows
-        num_decode = len(decode)
-        rows = np.empty(num_decode + len(chunks), np.intp)
-        rows[:num_decode] = decode
-        rows[num_decode:] = [request.row for request, _ in chunks]
-        extend_lens = np.ones(len(rows), np.int32)
-        extend_lens[num_decode:] = [extend for _, extend in chunks]
+        rows, extend_lens = decode, self._ones[: len(decode)]
+        prefill_token_ids = _NO_INDICES
+        if chunks:
+            rows = np.concatenate([rows, [chunk.request.row for chunk in chunks]])
+            extends = np.array([chunk.extend_len for chunk in chunks], np.int32)
+            extend_lens = np.concatenate([extend_lens, extends])
+            prefill_token_ids = self._take_tokens(chunks)
         cached_lens = state.computed_lens[rows]
-        starts = cached_lens[num_decode:].tolist()
-        parts = [
-            state.token_ids[request.row, start : start + extend]
-            for (request, extend), start in zip(chunks, starts, strict=True)
-        ]
         computed = cached_lens + extend_lens
+        lens = state.lens[rows]
         # Only an unfinished chunk leaves tokens that are there to be computed.
-        samples = computed == state.lens[rows]
-        lens = state.lens[rows] + samples
+        samples = computed == lens
+        lens = lens + samples
         row_ids = rows.astype(np.int32)
         write_rows = np.where(samples & (lens < state.end_lens[rows]), row_ids, self._sentinel)
-        page_rows, page_columns, page_ids = self._kv.table.take_updates(
-            rows, state.num_in_flight[rows] > 0
-        )
+        page_rows, page_columns, page_ids = self._kv.table.take_updates(rows)
         state.computed_lens[rows] = computed
         state.lens[rows] = lens
-        state.num_in_flight[rows] += 1
-        self._begin_decoding(chunks, samples[num_decode:])
+        state.last_steps[rows] = step_id
         openings: tuple[RowOpening, ...] = ()
         adjusted = masked = _NO_INDICES
         logprobs = None
@@ -164,14 +159,14 @@ class Planner:
             openings = features.take_openings()
             adjusted = features.adjusted(rows, samples, computed)
             masked = features.masked(rows, samples)
-            logprobs = features.logprobs(rows, samples, chunks=chunks, starts=starts)
+            logprobs = features.logprobs(rows, samples, chunks)
         return StepPlan(
             step_id=step_id,
-            num_decode=num_decode,
+            num_decode=len(decode),
             rows=row_ids,
             cached_lens=cached_lens,
             extend_lens=extend_lens,
-            prefill_token_ids=np.concatenate([_NO_INDICES, *parts]),
+            prefill_token_ids=prefill_token_ids,
             write_rows=write_rows,
             samples=samples,
             prompt_lens=state.prompt_lens[rows],
@@ -185,12 +180,16 @@ class Planner:
             logprobs=logprobs,
         )
 
-    def _begin_decoding(self, chunks: list[tuple[Request, int]], complete: np.ndarray) -> None:
-        """Requests whose prefill this step completes decode from the next one on."""
-        for (request, _), is_complete in zip(chunks, complete.tolist(), strict=True):
-            if is_complete:
-                self._rows.phase[request.row] = Phase.DECODE
-                self._lifecycle.prefilling.remove(request)
+    def _take_tokens(self, chunks: list[Chunk]) -> Int32Array:
+        """The tokens of all chunks. What is prefilled with them decodes from the next step on."""
+        parts = []
+        for chunk in chunks:
+            row = chunk.request.row
+            parts.append(self._rows.token_ids[row, chunk.start : chunk.start + chunk.extend_len])
+            if chunk.is_last:
+                self._rows.phase[row] = Phase.DECODE
+                self._lifecycle.prefilling.remove(chunk.request)
+        return np.concatenate(parts)
 
     def _decoding(self) -> IndexArray:
         state = self._rows

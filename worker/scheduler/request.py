@@ -65,3 +65,14 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Smaller is served earlier and preempted later."""
         return (-self.new.priority, self.arrival)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a request's prefill: its `extend_len` tokens from position `start` on."""
+
+    request: Request
+    start: int
+    extend_len: int
+    # Nothing of what is known is left after it.
+    is_last: bool

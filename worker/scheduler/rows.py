@@ -43,7 +43,9 @@ class RowTable:
         shape = info.max_rows
         self.features = RowFeatures(info, eos_token_ids)
         self.phase = np.zeros(shape, np.int8)
-        self.num_in_flight = np.zeros(shape, np.int32)
+        # Steps end in order, so a row is in flight as long as the last one that has it is.
+        self.last_steps = np.full(shape, -1, np.int64)
+        self.num_steps_over = 0
         self.uids = np.zeros(shape, np.int64)
         self.prompt_lens = np.zeros(shape, np.int32)
         self.known_lens = np.zeros(shape, np.int32)
@@ -99,6 +101,9 @@ class RowTable:
         request = self.requests[row]
         assert request is not None, f"row {row} is free"
         return request
+
+    def is_in_flight(self, row: int) -> bool:
+        return bool(self.last_steps[row] >= self.num_steps_over)
 
     def running(self) -> BoolArray:
         """Of all rows, those that are planned."""

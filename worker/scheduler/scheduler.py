@@ -243,10 +243,9 @@ class Scheduler:
         """Takes a step from those in flight; returns its rows."""
         assert self._in_flight and self._in_flight[0] == plan.step_id, "steps end in order"
         self._in_flight.popleft()
-        rows = plan.rows.astype(np.intp)
-        self._rows.num_in_flight[rows] -= 1
+        self._rows.num_steps_over = plan.step_id + 1
         self._lifecycle.kv.step_over(plan.step_id)
-        return rows
+        return plan.rows.astype(np.intp)
 
     def _append(
         self, plan: StepPlan, result: StepResult, rows: IndexArray, kept: BoolArray, now: float

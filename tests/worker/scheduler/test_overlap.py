@@ -137,7 +137,7 @@ def test_a_new_request_is_prefilled_beside_what_is_in_flight() -> None:
     driver.run()
 
 
-def test_a_plan_shares_no_memory_with_later_ones() -> None:
+def test_a_plan_stays_as_it_is_while_later_ones_are_made() -> None:
     driver = Driver(eos=())
     driver.submit([1, 2, 3], max_tokens=10)
     driver.submit([1, 2, 3, 4, 5], max_tokens=10)
