@@ -1,6 +1,7 @@
 """Converted tokenizers on disk: a conversion takes seconds, reading one milliseconds."""
 
 import importlib
+import importlib.metadata
 import os
 import tempfile
 import zipfile
@@ -30,7 +31,9 @@ class TokenizerCache:
         self, path: Path, key: str, *, must_add_bos: bool, progress: Progress
     ) -> TokenizerBundle:
         """The tokenizer of a GGUF file whose metadata has the hash `key`."""
-        entry = self._folder / f"gguf-{key}-{_FORMAT}.zip"
+        # A newer version may convert better.
+        version = importlib.metadata.version("transformers")
+        entry = self._folder / f"gguf-{key}-{_FORMAT}-{version}.zip"
         cached = _read(entry)
         if cached is not None:
             return cached
