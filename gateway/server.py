@@ -33,6 +33,7 @@ from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError
 from shared.exporter import metrics_exporter
 from shared.grpc_options import channel_options, server_options
+from shared.grpc_server import new_server
 from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
@@ -263,10 +264,8 @@ def _server(
         interceptors.append(BearerTokenInterceptor(tokens.client_of, refused))
     elif config.client_metadata_key:
         interceptors.append(MetadataIdentityInterceptor(config.client_metadata_key))
-    return grpc.aio.server(
-        interceptors=interceptors,
-        options=server_options(max_message_bytes=config.max_message_bytes, reuse_port=shares_port),
-    )
+    options = server_options(max_message_bytes=config.max_message_bytes, reuse_port=shares_port)
+    return new_server(interceptors, options)
 
 
 def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:

@@ -15,6 +15,7 @@ from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError, UnavailableError
 from shared.exporter import metrics_exporter
 from shared.grpc_options import server_options
+from shared.grpc_server import new_server
 from shared.hang_up import hang_ups
 from shared.health import Readiness
 from shared.interceptors import server_interceptors
@@ -155,10 +156,8 @@ async def _build_server(
     readiness: Readiness,
     interceptors: list[grpc.aio.ServerInterceptor],
 ) -> grpc.aio.Server:
-    server = grpc.aio.server(
-        interceptors=interceptors,
-        options=server_options(max_message_bytes=config.max_message_bytes),
-    )
+    options = server_options(max_message_bytes=config.max_message_bytes)
+    server = new_server(interceptors, options)
     limits = ServedLimits(
         default_max_tokens=config.default_max_tokens,
         max_waiting=config.max_waiting,

@@ -2,6 +2,7 @@
 
 import random
 import struct
+from collections.abc import Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -14,26 +15,27 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
-def headers(path: str, stream: int = 1) -> bytes:
+SETTINGS = frame(_SETTINGS, 0, 0)
+
+
+def headers(path: bytes, stream: int = 1, more: Mapping[bytes, bytes] | None = None) -> bytes:
     """The HEADERS of a gRPC call, every field literal and never indexed (RFC 7541, 6.2.2)."""
     fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": path,
-        ":authority": "localhost",
-        "content-type": "application/grpc",
-        "te": "trailers",
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": path,
+        b":authority": b"localhost",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+        **(more or {}),
     }
-    block = b"".join(
-        b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
-        for name, value in fields.items()
-    )
+    block = b"".join(b"\x00" + _short(name) + _short(value) for name, value in fields.items())
     return frame(_HEADERS, _END_HEADERS, stream, block)
 
 
-def payloads(path: str, rng: random.Random) -> list[bytes]:
+def payloads(path: bytes, rng: random.Random) -> list[bytes]:
     """One for each kind of nonsense; `path` is a method that the server has."""
-    opening = PREFACE + frame(_SETTINGS, 0, 0)
+    opening = PREFACE + SETTINGS
     call = opening + headers(path)
 
     def message(body: bytes, *, flag: int = 0, length: int | None = None) -> bytes:
@@ -72,5 +74,13 @@ def payloads(path: str, rng: random.Random) -> list[bytes]:
         message(b"\x0a\x02hi", flag=1),
         message(b"\x0a\x02hi", flag=7),
         message(b"\x0a\xff\xff\xff\xff\x0f"),
-        opening + headers("/tandem.v1.InferenceService/None") + frame(_DATA, _END_STREAM, 1),
+        opening + headers(b"/tandem.v1.InferenceService/None") + frame(_DATA, _END_STREAM, 1),
+        # A path that is no text.
+        opening + headers(b"/\xff\xfe") + frame(_DATA, _END_STREAM, 1),
     ]
+
+
+def _short(text: bytes) -> bytes:
+    """A string of less than 127 bytes, as it is (RFC 7541, 5.2)."""
+    assert len(text) < 127
+    return bytes([len(text)]) + text

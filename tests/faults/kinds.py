@@ -129,8 +129,8 @@ async def cut_hop(field: Field, ledger: Ledger, rng: random.Random) -> None:
 
 async def malformed_frames(field: Field, ledger: Ledger, rng: random.Random) -> None:
     """Everything at once on both services' ports."""
-    shots = [(field.gateway, payload) for payload in frames.payloads(GENERATE_STREAM, rng)]
-    shots += [(field.workers[0], payload) for payload in frames.payloads(RUN, rng)]
+    shots = [(field.gateway, payload) for payload in frames.payloads(GENERATE_STREAM.encode(), rng)]
+    shots += [(field.workers[0], payload) for payload in frames.payloads(RUN.encode(), rng)]
     await asyncio.gather(*(_shoot(service.address, payload) for service, payload in shots))
 
 
