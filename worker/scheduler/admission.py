@@ -118,6 +118,9 @@ def growth_reserve(rows: RowTable, headroom_tokens: int, page_size: int) -> int:
     that was preempted must not take back at once the very pages it was preempted for.
     """
     running = rows.running()
+    if headroom_tokens <= page_size:
+        # A page each: the least is the most, too.
+        return int(np.count_nonzero(running))
     to_come = rows.end_lens[running] - rows.lens[running]
     growth = np.clip(to_come, 1, max(1, headroom_tokens))
     return int((-(-growth // page_size)).sum())

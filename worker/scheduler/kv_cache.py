@@ -107,6 +107,8 @@ class KVCacheManager:
             salt,
         )
         self.table.num_shared[row] = end
+        if not len(canonical):
+            return
         replaced = self.table.replace(row, first, canonical)
         if reading_step is None:
             self._pool.give(replaced)

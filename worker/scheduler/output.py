@@ -1,14 +1,17 @@
 """What the scheduler has to tell since it was last asked."""
 
+from typing import TypeVar
+
 import numpy as np
 
 from shared.errors import ServingError
 from worker.messages import Failed, Finished, Load, Started, StepOutput, TokenLogprobs
 from worker.step import Int32Array, Int64Array
 
-# So that nothing at all can be joined, too.
 _NO_UIDS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
+
+Array = TypeVar("Array", Int32Array, Int64Array)
 
 
 class OutputBuffer:
@@ -49,8 +52,8 @@ class OutputBuffer:
 
     def drain(self, load: Load, now: float) -> StepOutput:
         output = StepOutput(
-            uids=np.concatenate([_NO_UIDS, *self._uids]),
-            token_ids=np.concatenate([_NO_TOKENS, *self._token_ids]),
+            uids=_joined(self._uids, _NO_UIDS),
+            token_ids=_joined(self._token_ids, _NO_TOKENS),
             started=tuple(self._started),
             finished=tuple(self._finished),
             failed=tuple(self._failed),
@@ -61,3 +64,8 @@ class OutputBuffer:
         self._uids, self._token_ids = [], []
         self._started, self._finished, self._failed, self._logprobs = [], [], [], []
         return output
+
+
+def _joined(arrays: list[Array], nothing: Array) -> Array:
+    # One step's, nearly always.
+    return arrays[0] if len(arrays) == 1 else np.concatenate([nothing, *arrays])

@@ -50,7 +50,7 @@ class PageTable:
     def replace(self, row: int, first: int, pages: Int32Array) -> Int32Array:
         """Puts `pages` in the columns from `first` on; returns those they replace."""
         current = self.pages[row, first : first + len(pages)]
-        (changed,) = np.nonzero(current != pages)
+        changed = (current != pages).nonzero()[0]
         replaced: Int32Array = current[changed]
         if len(changed):
             current[changed] = pages[changed]

@@ -56,7 +56,7 @@ class RowTable:
         self.last_token_at = np.zeros(shape, np.float64)
         self.token_ids = np.zeros((shape, info.max_context), np.int32)
         self.requests: list[Request | None] = [None] * shape
-        self._ignore_eos = np.zeros(shape, np.bool_)
+        self._heeds_eos = np.zeros(shape, np.bool_)
         self._stop_ids = np.full((shape, 1), _NO_TOKEN, np.int32)
         self._num_with_stops = 0
         self._sampling = SamplingBatch(
@@ -80,7 +80,7 @@ class RowTable:
         self.last_token_at[row] = request.last_token_at
         self.token_ids[row, :known] = request.token_ids
         self.requests[row] = request
-        self._ignore_eos[row] = request.new.ignore_eos
+        self._heeds_eos[row] = not request.new.ignore_eos
         self._set_stop_ids(row, request.new.stop_token_ids)
         self.features.open(row, request)
         params = request.new.sampling
@@ -120,15 +120,18 @@ class RowTable:
         """A view: the known tokens whose KV is in place."""
         return self.token_ids[row, : min(self.valid_lens[row], self.known_lens[row])]
 
-    def append(self, rows: IndexArray, token_ids: Int32Array, now: float) -> None:
-        """One sampled token for each of the rows."""
+    def append(self, rows: IndexArray, token_ids: Int32Array, now: float) -> BoolArray:
+        """One sampled token for each of the rows; returns which have all that they may have."""
         positions = self.known_lens[rows]
+        lens = positions + 1
         self.token_ids[rows, positions] = token_ids
-        self.known_lens[rows] = positions + 1
+        self.known_lens[rows] = lens
         self.last_token_at[rows] = now
+        is_last: BoolArray = lens == self.end_lens[rows]
+        return is_last
 
     def heeds_eos(self, rows: IndexArray) -> BoolArray:
-        heeds: BoolArray = ~self._ignore_eos[rows]
+        heeds: BoolArray = self._heeds_eos[rows]
         return heeds
 
     def hits_stop(self, rows: IndexArray, token_ids: Int32Array) -> BoolArray:
@@ -151,7 +154,10 @@ class RowTable:
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         table = self._stop_ids
-        self._num_with_stops += bool(stop_ids) - bool(table[row, 0] != _NO_TOKEN)
+        had_stops = bool(table[row, 0] != _NO_TOKEN)
+        if not stop_ids and not had_stops:
+            return
+        self._num_with_stops += bool(stop_ids) - had_stops
         width = table.shape[1]
         if len(stop_ids) > width:
             table = np.full((len(table), 2 * len(stop_ids)), _NO_TOKEN, np.int32)

@@ -183,8 +183,9 @@ class Scheduler:
             self._tell_prompts(plan, result.logprobs, is_open & ~faulty)
         kept = plan.samples & is_open & ~faulty
         self._append(plan, result, rows, kept, now)
-        self._share_prompts(rows[plan.num_decode :][kept[plan.num_decode :]], now)
-        if faulty.any():
+        if plan.num_decode < plan.num_rows:
+            self._share_prompts(rows[plan.num_decode :][kept[plan.num_decode :]], now)
+        if np.count_nonzero(faulty):
             error = EngineError("the model's output was not finite")
             self._fail_rows(rows[faulty & is_open], error)
         self._release(rows)
@@ -253,7 +254,7 @@ class Scheduler:
         """Adds the tokens of the `kept` among a step's rows, and ends what is done with them."""
         state = self._rows
         rows, token_ids = rows[kept], result.token_ids[kept]
-        state.append(rows, token_ids, now)
+        is_last = state.append(rows, token_ids, now)
         self._num_generated += len(rows)
         is_eos = self._is_eos.take(token_ids) & state.heeds_eos(rows)
         is_stop = state.hits_stop(rows, token_ids)
@@ -265,8 +266,7 @@ class Scheduler:
             shown_rows[kept] = shown
             told = of_sampled(plan, result.logprobs, result.token_ids, shown_rows, state)
             self._lifecycle.output.add_logprobs(told)
-        is_done = is_matched | (state.known_lens[rows] == state.end_lens[rows])
-        for i in np.flatnonzero(is_done).tolist():
+        for i in (is_matched | is_last).nonzero()[0].tolist():
             reason, matched = FinishReason.LENGTH, -1
             if is_matched[i]:
                 reason = FinishReason.EOS if is_eos[i] else FinishReason.STOP_TOKEN

@@ -125,6 +125,23 @@ def test_a_large_request_at_the_front_is_not_passed_by_small_ones() -> None:
     assert driver.outcomes[large].started[0].queue_s <= driver.outcomes[small].started[0].queue_s
 
 
+@pytest.mark.parametrize(("headroom_tokens", "num_left"), [(0, 1), (4, 1), (5, 2), (16, 4)])
+def test_an_admission_leaves_running_requests_pages_to_grow(
+    headroom_tokens: int, num_left: int
+) -> None:
+    for num_pages, is_admitted in ((6 - num_left, True), (7 - num_left, False)):
+        config = SchedulerConfig(headroom_tokens=headroom_tokens)
+        driver = Driver(
+            info=engine_info(num_pages=16, page_size=4), config=config, eos=(), overlap=False
+        )
+        driver.submit([1] * 39, max_tokens=20)
+        driver.turn()
+        assert driver.scheduler.load().pages_free == 6
+        uid = driver.submit([2] * (4 * num_pages), max_tokens=2)
+        driver.turn()
+        assert bool(driver.outcomes[uid].started) is is_admitted
+
+
 def test_an_engine_that_cannot_hold_one_context_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold one context of 64"):
         Scheduler(SchedulerConfig(), EngineInfo(15, 4, 8, 64, 10), ())
