@@ -28,6 +28,8 @@ class MetadataIdentityInterceptor(grpc.aio.ServerInterceptor):
     ) -> "_Handler | None":
         for key, value in handler_call_details.invocation_metadata or ():
             if key == self._key and isinstance(value, str):
-                identify_client(value[:MAX_IDENTITY_CHARS], by_token=False)
+                # One with a line break in it could write log lines of its own.
+                if value.isprintable():
+                    identify_client(value[:MAX_IDENTITY_CHARS], by_token=False)
                 break
         return await continuation(handler_call_details)

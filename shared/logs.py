@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import structlog
 
+_GRPC = "grpc._cython.cygrpc"
+
 
 class LogFormat(StrEnum):
     """How a log line looks; AUTO is HUMAN on a terminal and JSON elsewhere."""
@@ -39,6 +41,7 @@ def configure_logging(
             foreign_pre_chain=processors, processors=_renderers(log_format)
         )
     )
+    logging.getLogger(_GRPC).addFilter(_tells_no_metadata)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -50,6 +53,11 @@ def request_logging(request_id: str) -> Iterator[None]:
     """Adds the request's id to every line logged inside, in this task and its children."""
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         yield
+
+
+def _tells_no_metadata(record: logging.LogRecord) -> bool:
+    """Not that metadata is no UTF-8: gRPC shows it as it came, and it may be a token."""
+    return not str(record.msg).startswith("Invalid encoding")
 
 
 def _renderers(log_format: LogFormat) -> list[structlog.typing.Processor]:

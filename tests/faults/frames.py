@@ -4,6 +4,8 @@ import random
 import struct
 from collections.abc import Mapping
 
+from google.protobuf.message import Message
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 6, 8, 9
@@ -31,6 +33,12 @@ def headers(path: bytes, stream: int = 1, more: Mapping[bytes, bytes] | None = N
     }
     block = b"".join(b"\x00" + _short(name) + _short(value) for name, value in fields.items())
     return frame(_HEADERS, _END_HEADERS, stream, block)
+
+
+def only_message(message: Message, stream: int = 1) -> bytes:
+    """The DATA that ends a call's request."""
+    body = message.SerializeToString()
+    return frame(_DATA, _END_STREAM, stream, struct.pack(">BI", 0, len(body)) + body)
 
 
 def payloads(path: bytes, rng: random.Random) -> list[bytes]:

@@ -11,11 +11,13 @@ from shared.auth import bearer_metadata
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.tokens import hash_line
 from tests.answers import collect
+from tests.faults.frames import PREFACE, SETTINGS, headers, only_message
 from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
 from tests.gateway.test_metrics import free_port, read
 
 Status = grpc.StatusCode
+GENERATE = b"/tandem.v1.InferenceService/Generate"
 
 
 async def code_with(gateway: GatewayUnderTest, token: str) -> grpc.StatusCode:
@@ -65,6 +67,21 @@ async def test_a_worker_is_told_whose_a_request_is(
             await gateway.stub.Generate(text("x"))
         told = [request.submit.client for request in worker.requests]
         assert told == ["alice"] * 3 + ["bob", ""]
+
+
+async def test_a_name_that_could_write_log_lines_of_its_own_is_no_name(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with (
+        make_worker() as worker,
+        start_gateway(worker, client_metadata_key="x-client") as gateway,
+    ):
+        _, writer = await asyncio.open_connection(*gateway.address.split(":"))
+        name = {b"x-client": b"eve\n[error] forged"}
+        writer.write(PREFACE + SETTINGS + headers(GENERATE, more=name) + only_message(text("x")))
+        assert (await worker.request()).submit.client == ""
+        writer.close()
+        await gateway.until_idle()
 
 
 async def test_clients_are_counted_by_the_names_of_their_tokens(

@@ -24,6 +24,35 @@ except ZeroDivisionError:
     log.exception("went wrong")
 """
 
+# A server that is sent metadata which is no UTF-8.
+SERVER = """
+import asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from shared.auth import BearerTokenInterceptor
+from shared.grpc_options import server_options
+from shared.grpc_server import new_server
+from shared.health import Readiness
+from shared.logs import LogFormat, configure_logging
+from tests.faults.frames import PREFACE, SETTINGS, headers
+
+async def main():
+    server = new_server([BearerTokenInterceptor(lambda _: None, lambda: None)], server_options())
+    await Readiness().attach(server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    token = {b"authorization": b"Bearer s3cret" + bytes([255])}
+    writer.write(PREFACE + SETTINGS + headers(b"/grpc.health.v1.Health/None", more=token))
+    heard = b""
+    while b"grpc-message" not in heard:
+        heard += await reader.read(4096)
+    writer.close()
+    await server.stop(None)
+
+configure_logging("tester", LogFormat.JSON, level="debug")
+asyncio.run(main())
+"""
+
 
 def lines_of(log_format: str) -> list[str]:
     ran = subprocess.run(
@@ -49,6 +78,13 @@ def test_a_traceback_shows_no_values(log_format: str) -> None:
     log = "\n".join(lines_of(log_format))
     assert "ZeroDivisionError" in log
     assert "secret" not in log
+
+
+def test_metadata_that_is_no_text_is_not_shown() -> None:
+    ran = subprocess.run([sys.executable, "-c", SERVER], capture_output=True, text=True, timeout=30)
+    assert ran.returncode == 0, ran.stderr
+    assert "s3cret" not in ran.stderr + ran.stdout
+    assert '"tester"' in ran.stderr
 
 
 def test_away_from_a_terminal_auto_is_json() -> None:
