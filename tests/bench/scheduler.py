@@ -1,13 +1,21 @@
 """What the scheduler costs the host in each step: `python -m tests.bench.scheduler`.
 
-256 running requests in the overlap loop's order with the null engine; one sample is the plan
-of a step plus the commit of the one before. "Decode" is the ordinary step. In "churn" about
-one request ends and one begins in every step, and the pages for it are evicted from a full
-radix tree, of a thousand and of a hundred thousand nodes.
+Running requests in the overlap loop's order with the null engine; one sample is the plan of
+a step plus the commit of the one before. "Decode" is the ordinary step, of 1 to 256 rows. In
+"churn" about one of 256 requests ends and one begins in every step, and the pages for it are
+evicted from a full radix tree, of a thousand and of a hundred thousand nodes.
+
+`--against DIR` runs this file with the scheduler of another checkout in turns with this one's,
+and shows this one's figures as ratios to the other's: machines change their pace from minute to
+minute by more than is worth knowing.
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -22,6 +30,7 @@ from worker.scheduler.scheduler import Scheduler
 from worker.step import EngineInfo, StepHandle, StepPlan
 
 _RUNNING = 256
+_ROWS = (1, 8, 32, _RUNNING)
 _PAGE_SIZE = 16
 _MAX_CONTEXT = 4096
 _VOCAB_SIZE = 151_936
@@ -52,9 +61,10 @@ class Samples:
 class Bench:
     """A scheduler under the overlap loop, without the pipe."""
 
-    def __init__(self, num_pages: int) -> None:
-        info = EngineInfo(num_pages, _PAGE_SIZE, _RUNNING, _MAX_CONTEXT, _VOCAB_SIZE)
-        config = SchedulerConfig(token_budget=16_384, max_running=_RUNNING, max_waiting=1 << 20)
+    def __init__(self, num_pages: int, rows: int = _RUNNING) -> None:
+        info = EngineInfo(num_pages, _PAGE_SIZE, rows, _MAX_CONTEXT, _VOCAB_SIZE)
+        config = SchedulerConfig(token_budget=16_384, max_running=rows, max_waiting=1 << 20)
+        self._rows = rows
         self.scheduler = Scheduler(config, info, eos_token_ids=(1,))
         self._engine = NullEngine(info)
         self._rng = np.random.default_rng(0)
@@ -89,7 +99,7 @@ class Bench:
     def fill_tree(self, nodes: int) -> None:
         """Runs short requests of unlike prompts until the tree has this many nodes."""
         while self.num_nodes < nodes:
-            for _ in range(min(_RUNNING, nodes - self.num_nodes)):
+            for _ in range(min(self._rows, nodes - self.num_nodes)):
                 self.submit(_FILLER_PAGES * _PAGE_SIZE, 1)
             while not self.scheduler.is_idle:
                 self.turn()
@@ -97,7 +107,7 @@ class Bench:
     def decode(self, steps: int) -> Samples:
         """Ordinary steps: all requests decode, none begins or ends."""
         if not self.scheduler.load().running:
-            for _ in range(_RUNNING):
+            for _ in range(self._rows):
                 self.submit(int(self._rng.integers(_PROMPT_LEN, 2 * _PROMPT_LEN)), 3800)
             self._warm_up()
         return self._measure(steps)
@@ -105,7 +115,7 @@ class Bench:
     def churn(self, steps: int) -> Samples:
         """Steps in which requests end, and others take their places and cached pages."""
         if not self.scheduler.load().running:
-            for tokens in range(1, _RUNNING + 1):
+            for tokens in range(1, self._rows + 1):
                 self.submit(_PROMPT_LEN, tokens)
             self._warm_up()
         return self._measure(steps)
@@ -114,7 +124,7 @@ class Bench:
         before = self.num_nodes
         samples = []
         for _ in range(steps):
-            while self.num_live < _RUNNING:
+            while self.num_live < self._rows:
                 self.submit(_PROMPT_LEN, _CHURN_TOKENS)
             samples.append(1e3 * self.turn())
         return Samples(samples, before, self.num_nodes)
@@ -133,27 +143,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="measured steps of each round")
     parser.add_argument("--rounds", type=int, default=3, help="at most 3; the kinds alternate")
+    parser.add_argument("--against", metavar="DIR", help="another checkout to compare with")
+    parser.add_argument("--pairs", type=int, default=15, help="runs of each, in turns")
     options = parser.parse_args()
-    report.header(f"Host time of a step: {_RUNNING} running requests, overlap, null engine")
-    plain = Bench(num_pages=_RUNNING * (_MAX_CONTEXT // _PAGE_SIZE))
-    small, large = _bench_with_tree(1_000), _bench_with_tree(100_000)
+    report.header("Host time of a step: overlap, null engine")
+    if options.against is None:
+        report.result(_measure_all(options.steps, options.rounds))
+    else:
+        report.result(_compare(options.against, options.pairs, options.steps))
+
+
+def _measure_all(steps: int, rounds: int) -> dict[str, float]:
+    decoding = {rows: Bench(rows * (_MAX_CONTEXT // _PAGE_SIZE), rows) for rows in _ROWS}
+    churning = {f"1e{n}": _bench_with_tree(10**n) for n in (3, 5)}
     print(f"{'steps':<12}{'tree nodes':>16}{'p50 ms':>9}{'p90 ms':>9}{'p99 ms':>9}")
-    p50s: dict[str, list[float]] = {"decode": [], "1e3": [], "1e5": []}
-    for _ in range(options.rounds):
-        p50s["decode"].append(_show("decode", plain.decode(options.steps)))
-        p50s["1e3"].append(_show("churn, 1e3", small.churn(options.steps)))
-        p50s["1e5"].append(_show("churn, 1e5", large.churn(options.steps)))
-    report.result(
-        {
-            "plan_commit_p50_ms": round(statistics.median(p50s["decode"]), 4),
-            "p50_ms_at_1e3_nodes": round(statistics.median(p50s["1e3"]), 4),
-            "p50_ms_at_1e5_nodes": round(statistics.median(p50s["1e5"]), 4),
-        }
+    p50s: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for rows, bench in decoding.items():
+            key = "plan_commit_p50_ms" if rows == _RUNNING else f"p50_ms_at_{rows}_rows"
+            p50s.setdefault(key, []).append(_show(f"decode, {rows}", bench.decode(steps)))
+        for nodes, bench in churning.items():
+            samples = bench.churn(steps)
+            p50s.setdefault(f"p50_ms_at_{nodes}_nodes", []).append(
+                _show(f"churn, {nodes}", samples)
+            )
+    return {key: round(statistics.median(values), 4) for key, values in p50s.items()}
+
+
+def _compare(other: str, pairs: int, steps: int) -> dict[str, float]:
+    """Of each figure its ratio to the other checkout's: the median of pairs of runs in turns."""
+    ratios: dict[str, list[float]] = {}
+    for i in range(pairs):
+        # Each goes first as often as the other.
+        order = (other, ".") if i % 2 else (".", other)
+        figures = {directory: _run_in(directory, steps) for directory in order}
+        for key, value in figures["."].items():
+            ratios.setdefault(key, []).append(value / figures[other][key])
+    return {key: round(statistics.median(values), 3) for key, values in ratios.items()}
+
+
+def _run_in(directory: str, steps: int) -> dict[str, float]:
+    """One round of this very file with the scheduler of a checkout."""
+    command = [sys.executable, __file__, "--steps", str(steps), "--rounds", "1"]
+    environment = os.environ | {"PYTHONPATH": os.path.abspath(directory)}
+    done = subprocess.run(
+        command, cwd=directory, env=environment, stdout=subprocess.PIPE, check=True
     )
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def _bench_with_tree(nodes: int) -> Bench:
-    bench = Bench(num_pages=nodes * _FILLER_PAGES + _RUNNING * _CHURN_PAGES)
+    bench = Bench(nodes * _FILLER_PAGES + _RUNNING * _CHURN_PAGES)
     bench.fill_tree(nodes)
     return bench
 

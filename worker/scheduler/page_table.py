@@ -44,8 +44,9 @@ class PageTable:
         self.num_pages[row] = start + len(pages)
 
     def append_one_each(self, rows: IndexArray, pages: Int32Array) -> None:
-        self.pages[rows, self.num_pages[rows]] = pages
-        self.num_pages[rows] += 1
+        columns = self.num_pages[rows]
+        self.pages[rows, columns] = pages
+        self.num_pages[rows] = columns + 1
 
     def replace(self, row: int, first: int, pages: Int32Array) -> Int32Array:
         """Puts `pages` in the columns from `first` on; returns those they replace."""
