@@ -7,28 +7,38 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Awaitable
+from contextlib import suppress
 from functools import partial
 
 import structlog
 
 from gateway.config import EXIT_CANNOT_LISTEN, GatewayConfig, load_config
-from gateway.server import Turn, serve
-from gateway.supervisor import ABLE
+from gateway.server import serve
+from gateway.supervisor import ABLE, ALIVE, SIGN_INTERVAL_S
 from shared.errors import SettingsError
 from shared.event_loop import new_event_loop
 from shared.logs import LogFormat, configure_logging
 from shared.merged_metrics import FOLDER_VARIABLE, count_in_files
 from shared.parent import die_with_parent
-from shared.tracing import open_tracer
+from shared.tasks import TaskSet
+from shared.tracing import Tracer, open_tracer
 
 
-def run(config: GatewayConfig, turn: Turn | None = None) -> int:
-    """Serves until told to stop. Returns the exit code."""
+def run(config: GatewayConfig, line: socket.socket | None = None) -> int:
+    """Serves until told to stop. Returns the exit code.
+
+    `line` leads to the parent, where this is one of several processes.
+    """
     tracer = None
     try:
         tracer = open_tracer("tandem-gateway", os.environ)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(serve(config, turn=turn, tracer=tracer))
+            runner.run(
+                serve(config, tracer=tracer)
+                if line is None
+                else _serve_in_turn(config, line, tracer)
+            )
     except (OSError, SettingsError) as error:
         print(f"tandem gateway: {error}", file=sys.stderr)
         return EXIT_CANNOT_LISTEN
@@ -50,13 +60,28 @@ def main() -> int:
     # The parent has the port, with its number, and serves the metrics.
     ours = config.model_copy(update={"listen": address, "metrics_port": 0})
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as line:
-        return run(ours, partial(_turn, line))
+        return run(ours, line)
 
 
-async def _turn(line: socket.socket) -> None:
+async def _serve_in_turn(config: GatewayConfig, line: socket.socket, tracer: Tracer | None) -> None:
+    line.setblocking(False)
+    async with TaskSet() as tasks:
+        tasks.start(_show_life(line), name="signs of life")
+        await serve(config, turn=partial(_turn, line), tracer=tracer)
+
+
+async def _show_life(line: socket.socket) -> None:
+    while True:
+        # A parent that does not read for a day misses nothing.
+        with suppress(OSError):
+            line.send(ALIVE)
+        await asyncio.sleep(SIGN_INTERVAL_S)
+
+
+async def _turn(line: socket.socket, first: Awaitable[None]) -> None:
     """Says to the parent that this process could serve, and returns when it may listen."""
     loop = asyncio.get_running_loop()
-    line.setblocking(False)
+    await first
     await loop.sock_sendall(line, ABLE)
     await loop.sock_recv(line, 1)
 

@@ -2,12 +2,13 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -43,7 +44,7 @@ from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.reflection import enable_reflection
 from shared.scheduling import batch_other_threads, batch_this_thread
 from shared.shutdown import shutdown_event
-from shared.tasks import TaskSet
+from shared.tasks import TaskSet, first_of
 from shared.tls import client_tls, server_credentials, server_tls
 from shared.tokens import TokenStore
 from shared.tracing import Tracer
@@ -56,8 +57,9 @@ _CLOSE_GRACE_S = 1.0
 # Until a process that shares its port listens although no worker is ready.
 _FIRST_WORKER_S = 3.0
 
-# Returns when a process may listen on the port that it shares.
-Turn: TypeAlias = Callable[[], Awaitable[None]]
+# Returns when a process may listen on the port that it shares, which is not before what it
+# is given returns.
+Turn: TypeAlias = Callable[[Awaitable[None]], Coroutine[Any, Any, None]]
 
 
 class AddressInUseError(OSError):
@@ -83,25 +85,39 @@ async def serve(
 
     With a `turn` it is one of several processes that share the port.
     """
-    # Their parent says when to stop, and when that must be at once.
-    with shutdown_event(second_kills=turn is None) as stop:
+    tokens = _tokens(config)
+    # A parent passes the signal on, which must then not be the end.
+    rereads = bool(config.tokens_file) or turn is not None
+    with (
+        # Their parent says when to stop, and when that must be at once.
+        shutdown_event(second_kills=turn is None) as stop,
+        # From before its turn to the end of the drain, for a hang-up must not cut that short.
+        hang_ups(tokens.look_again) if rereads else nullcontext(),
+    ):
         async with running_gateway(
-            config, turn=turn, on_first_worker=_settle, tracer=tracer
+            config,
+            tokens=tokens,
+            turn=None if turn is None else partial(_turn_or_stop, turn, stop),
+            on_first_worker=_settle,
+            tracer=tracer,
         ) as gateway:
             _settle()
             _log.info("serving", listen=config.listen, port=gateway.port, workers=config.workers)
-            # A parent passes the signal on, which must then not be the end.
-            rereads = bool(config.tokens_file) or turn is not None
-            with hang_ups(gateway.tokens.look_again) if rereads else nullcontext():
-                await stop.wait()
+            await stop.wait()
             _log.info("draining", live_requests=len(gateway.live_requests))
     _log.info("stopped")
+
+
+async def _turn_or_stop(turn: Turn, stop: asyncio.Event, first: Awaitable[None]) -> None:
+    """One that is told to stop waits for no turn."""
+    await first_of(turn(first), stop.wait())
 
 
 @asynccontextmanager
 async def running_gateway(
     config: GatewayConfig,
     *,
+    tokens: TokenStore | None = None,
     turn: Turn | None = None,
     on_first_worker: Callable[[], None] = lambda: None,
     tracer: Tracer | None = None,
@@ -118,7 +134,7 @@ async def running_gateway(
     live_requests = LiveRequests(config.max_live_requests, metrics.live_requests.set)
     readiness = Readiness(SERVICE_NAME)
     # First, because a file of theirs may be unfit.
-    tokens, credentials = _tokens(config), _credentials(config)
+    tokens, credentials = tokens or _tokens(config), _credentials(config)
     with (
         ThreadPoolExecutor(
             config.tokenizer_threads, "tokenizer", initializer=batch_this_thread
@@ -136,8 +152,7 @@ async def running_gateway(
             workers.start(tasks, readiness, on_first_worker)
             tasks.start(tokens.follow(), name="tokens")
             if turn is not None:
-                await workers.first_ready(_FIRST_WORKER_S)
-                await turn()
+                await turn(workers.first_ready(_FIRST_WORKER_S))
             port = _bind(server, config.listen, credentials)
             await server.start()
             try:

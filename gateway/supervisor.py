@@ -1,8 +1,10 @@
 """Keeps several gateway processes running on one port, and serves their metrics as one.
 
-Knows a process by its exit and by one byte: on its stdin, which is a socket, it says that
-it could serve, and is told when to listen. The first ones listen at the same moment, for
-clients that come early and stay would all be with the first.
+Knows a process by its exit and by its bytes: on its stdin, which is a socket, it says that
+it could serve, is told when to listen, and shows all along that its event loop runs. The first
+ones listen at the same moment, for clients that come early and stay would all be with the
+first. One that goes silent has hung: the kernel would go on to give it connections, so it is
+killed.
 
 Imports nothing of gRPC: the processes have an event loop and gRPC's threads each, their
 parent has nothing that could break or block. They are started as commands rather than
@@ -19,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,12 +38,17 @@ EXIT_FAILED = 1
 
 # What is said on a process's stdin.
 ABLE = b"a"
+ALIVE = b"."
 LISTEN = b"l"
+# How often a process shows that it lives.
+SIGN_INTERVAL_S = 1.0
 
 # Beyond the processes' own drain grace: whoever is still there then has hung.
 _DRAIN_MARGIN_S = 10.0
 # Until those that are able listen without the rest.
 _FIRST_LISTEN_S = 10.0
+# Looks in a row without a sign that make a process hung.
+_MAX_SILENT_LOOKS = 10
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _log = structlog.get_logger(__name__)
@@ -58,6 +65,8 @@ class RestartPolicy:
     # In a row, of one process and its successors, while no other is well. As long as one
     # is, its streams are worth more than an exit code, and the rest is tried for ever.
     max_early_deaths: int = 5
+    # Without a sign of a process that has given some before.
+    hang_s: float = 30.0
 
     def wait_s(self, num_early_deaths: int) -> float:
         return min(self.first_wait_s * 2.0**num_early_deaths, self.longest_wait_s)
@@ -67,6 +76,10 @@ class RestartPolicy:
 class _Child:
     process: asyncio.subprocess.Process
     started_at: float
+    hears: asyncio.StreamReader
+    says: asyncio.StreamWriter
+    # Set once it has said that it could serve.
+    able: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def age_s(self) -> float:
@@ -92,7 +105,8 @@ class Supervisor:
         on_change: Callable[[int], None] = lambda _: None,
         on_loss: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`command` is that of a slot; the signals `forwarded` are handed on to all.
+        """`command` is that of a slot; the signals `forwarded` are handed on to all that are
+        able: before that, a process has no ear for them yet, and they would end it.
 
         `on_change` is told how many processes run now, `on_loss` the slot of one that
         ended by itself, before it is started anew.
@@ -155,7 +169,6 @@ class Supervisor:
     async def _live(self, slot: int) -> tuple[int, float]:
         """One process from its start to its end: the exit code, and how long that took."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         with ours, theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -170,36 +183,61 @@ class Supervisor:
                 _log.error("gateway process not started", process=slot, error=str(error))
                 return EXIT_FAILED, 0.0
             theirs.close()
-            async with asyncio.TaskGroup() as tasks:
-                admission = tasks.create_task(self._admit(slot, ours))
-                ended = await self._wait(slot, process)
-                admission.cancel()
+            child = _Child(process, time.monotonic(), *await asyncio.open_connection(sock=ours))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    attendance = (
+                        tasks.create_task(self._admit(slot, child)),
+                        tasks.create_task(self._watch(slot, child)),
+                    )
+                    ended = await self._wait(slot, child)
+                    for attending in attendance:
+                        attending.cancel()
+            finally:
+                child.says.close()
             return ended
 
-    async def _admit(self, slot: int, line: socket.socket) -> None:
+    async def _admit(self, slot: int, child: _Child) -> None:
         """Lets a process listen, together with the other first ones."""
-        loop = asyncio.get_running_loop()
-        # Both ends fail when the process does, which is seen elsewhere.
-        with suppress(OSError):
-            if not await loop.sock_recv(line, 1):
-                return
-            self._unable.discard(slot)
-            if not self._unable:
-                self._all_able.set()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_FIRST_LISTEN_S):
-                    await self._all_able.wait()
-            await loop.sock_sendall(line, LISTEN)
+        await child.able.wait()
+        self._unable.discard(slot)
+        if not self._unable:
+            self._all_able.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_LISTEN_S):
+                await self._all_able.wait()
+        child.says.write(LISTEN)
 
-    async def _wait(self, slot: int, process: asyncio.subprocess.Process) -> tuple[int, float]:
-        child = _Child(process, time.monotonic())
+    async def _watch(self, slot: int, child: _Child) -> None:
+        """Hears what a process says, and kills one that does not any more."""
+        num_silent_looks, has_spoken = 0, False
+        while num_silent_looks < _MAX_SILENT_LOOKS:
+            try:
+                async with asyncio.timeout(self._policy.hang_s / _MAX_SILENT_LOOKS):
+                    heard = await child.hears.read(64)
+            except TimeoutError:
+                # Counted, not timed: after a pause of the whole machine, its signs are here.
+                num_silent_looks += has_spoken
+                continue
+            except OSError:
+                heard = b""
+            if not heard:
+                # It is dead, which is seen elsewhere.
+                return
+            num_silent_looks, has_spoken = 0, True
+            if ABLE in heard:
+                child.able.set()
+        _log.error("gateway process hung", process=slot, silent_s=self._policy.hang_s)
+        child.send_signal(signal.SIGKILL)
+
+    async def _wait(self, slot: int, child: _Child) -> tuple[int, float]:
         self._children[slot] = child
         self._on_change(len(self._children))
         if self._stop.is_set():
             # Told to stop while it was being started.
             child.send_signal(signal.SIGTERM)
         try:
-            return await process.wait(), child.age_s
+            return await child.process.wait(), child.age_s
         finally:
             del self._children[slot]
             self._on_change(len(self._children))
@@ -227,6 +265,11 @@ class Supervisor:
         for child in self._children.values():
             child.send_signal(number)
 
+    def _forward(self, number: int) -> None:
+        for child in self._children.values():
+            if child.able.is_set():
+                child.send_signal(number)
+
     def _on_stop_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
             self._exit_code = -number
@@ -241,7 +284,7 @@ class Supervisor:
         for number in _STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_stop_signal, number)
         for number in self._forwarded:
-            loop.add_signal_handler(number, self._signal_all, number)
+            loop.add_signal_handler(number, self._forward, number)
         try:
             yield
         finally:

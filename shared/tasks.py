@@ -81,3 +81,12 @@ class TaskSet:
         _log.error("background task failed", task=task.get_name(), exc_info=error)
         if self._on_error is not None:
             self._on_error(error)
+
+
+async def first_of(*works: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them has returned, and cancels the others. Raises what it raised."""
+    async with TaskSet() as tasks:
+        running = [tasks.start(work, name=f"first of {len(works)}") for work in works]
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()

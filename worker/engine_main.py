@@ -42,7 +42,8 @@ def run_engine(config: WorkerConfig, parent_pid: int, connection: Connection) ->
     """
     # Elsewhere than on Linux the end of the pipe does it, a step later.
     die_with_parent(parent_pid)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # The front, which a hang-up tells to read its tokens, may go on after one.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     configure_logging("engine", LogFormat(config.log_format or "auto"), level=config.log_level)

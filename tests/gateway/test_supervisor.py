@@ -37,7 +37,28 @@ if num_before < 6:
 """
     + OBEDIENT
 )
-FAST = RestartPolicy(settled_s=0.5, first_wait_s=0.01, longest_wait_s=0.05, max_early_deaths=3)
+# Speaks for as long as it is well, which is for a moment the first time.
+HANGING = """
+import os, sys, time
+num_before = os.path.getsize(sys.argv[1]) if os.path.exists(sys.argv[1]) else 0
+open(sys.argv[1], "a").write("x")
+for _ in range(10_000 if num_before else 3):
+    os.write(0, b".")
+    time.sleep(0.02)
+time.sleep(60)
+"""
+# Leaves another letter for a hang-up; says that it is able once it has an ear for it.
+HEARING = """
+import os, signal, sys, time
+signal.signal(signal.SIGHUP, lambda *_: open(sys.argv[1], "a").write("h"))
+open(sys.argv[1], "a").write("x")
+os.write(0, b"a")
+while True:
+    time.sleep(60)
+"""
+FAST = RestartPolicy(
+    settled_s=0.5, first_wait_s=0.01, longest_wait_s=0.05, max_early_deaths=3, hang_s=0.5
+)
 
 
 class Supervised:
@@ -53,6 +74,7 @@ class Supervised:
             len(programs),
             drain_limit_s=drain_limit_s,
             policy=FAST,
+            forwarded=(signal.SIGHUP,),
             on_change=self.counts.append,
             on_loss=self.losses.append,
         )
@@ -141,6 +163,34 @@ async def test_one_that_does_not_drain_is_killed_and_the_exit_code_tells(tmp_pat
         os.kill(os.getpid(), signal.SIGTERM)
     assert run.result() == 1
     assert not children()
+
+
+async def test_one_that_is_silent_has_hung_and_is_started_anew(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, HANGING, OBEDIENT)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == 2)
+        # The second one has spoken for longer than the first was silent, and lives.
+        await asyncio.sleep(1.2 * FAST.hang_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert run.result() == 0
+    # One that has never spoken is not expected to.
+    assert supervised.losses == [0]
+
+
+async def test_a_hang_up_is_passed_on_to_those_that_have_an_ear_for_it(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, HEARING, OBEDIENT)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == supervised.num_starts(1) == 1)
+        # Until it has said that it is able, nothing is passed on to it.
+        while supervised.num_starts(0) == 1:
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert run.result() == 0
+    # The other, whom a hang-up would end, is where it was.
+    assert not supervised.losses
 
 
 async def test_a_second_signal_kills_at_once_and_is_the_exit(tmp_path: Path) -> None:

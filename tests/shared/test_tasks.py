@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from shared.notifier import Notifier
-from shared.tasks import TaskSet
+from shared.tasks import TaskSet, first_of
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -118,3 +118,17 @@ async def test_every_waiter_sees_a_change_and_a_late_one_waits_for_the_next() ->
     late.cancel()
     with pytest.raises(asyncio.CancelledError):
         await late
+
+
+async def test_the_first_of_several_ends_the_wait_and_the_others() -> None:
+    ended: list[str] = []
+    await first_of(forever(ended, "slow"), asyncio.sleep(0.01))
+    assert ended == ["slow"]
+
+
+async def test_what_the_first_of_several_raises_is_raised() -> None:
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await first_of(asyncio.Event().wait(), fail())

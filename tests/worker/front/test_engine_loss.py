@@ -45,6 +45,17 @@ async def test_killing_the_engine_fails_what_lives_once_and_a_new_one_serves(
         await worker.assert_clean()
 
 
+async def test_a_hang_up_of_the_terminal_ends_no_engine(make_worker: MakeWorker) -> None:
+    async with make_worker() as worker:
+        before = await worker.stub.GetModel(pb.GetModelRequest())
+        worker.signal_engine(signal.SIGHUP)
+        link = worker.link()
+        await link.submit(1, [20, 21])
+        assert (await link.outcome(1)).token_ids == [20, 21]
+        assert await worker.stub.GetModel(pb.GetModelRequest()) == before
+        await worker.assert_clean()
+
+
 async def test_a_request_that_waits_when_the_engine_dies_may_be_tried_elsewhere(
     make_worker: MakeWorker,
 ) -> None:
