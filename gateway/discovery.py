@@ -53,7 +53,8 @@ def worker_place(text: str) -> Endpoint | DnsName:
     if not text.startswith("dns:"):
         return Endpoint(text)
     host, _, port = text.removeprefix(_DNS).rpartition(":")
-    if not text.startswith(_DNS) or not host or "/" in host or not port.isdecimal():
+    is_whole = text.startswith(_DNS) and host and "/" not in host and port.isdecimal()
+    if not is_whole or not _is_name(host):
         raise ValueError(f"must be like {_DNS}name:port, got {text}")
     if not 1 <= int(port) <= 65535:
         raise ValueError(f"port must be 1 to 65535, got {text}")
@@ -113,6 +114,15 @@ class Discovery:
         for endpoint in (*self._fixed, *(e for each in self._resolved.values() for e in each)):
             found.setdefault(endpoint.address, endpoint)
         self._on_found(list(found.values()))
+
+
+def _is_name(host: str) -> bool:
+    """Whether it can be asked for: no part of it is empty, or longer than DNS has them."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _address(host: str, port: int) -> str:

@@ -7,14 +7,16 @@ from typing import Generic, TypeAlias, TypeVar
 from shared.errors import SettingsError
 
 _T = TypeVar("_T")
-# Inode, time and size: renaming another file into place changes the first.
+# Inode, time and size: renaming another file into place changes the first. The time is that
+# of the last change to the file, its permissions among it, and cannot be set by anybody.
 _Stamp: TypeAlias = tuple[int, int, int] | None
 
 
 class Reloading(Generic[_T]):
     """What was read from some files, read again when one of them has changed.
 
-    Files that are broken leave the old value in force and are complained of once.
+    Files that are broken leave the old value in force, are complained of once, and are tried
+    again whether or not they change: what was wrong may lie elsewhere.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Reloading(Generic[_T]):
         self._on_problem = on_problem
         # Before the files are read: whatever changes meanwhile is seen the next time.
         self._stamps = self._stamp()
+        self._problem = ""
         self.value = load()
 
     def refresh(self, *, always: bool = False) -> bool:
@@ -39,12 +42,14 @@ class Reloading(Generic[_T]):
         stamps = self._stamp()
         if stamps == self._stamps and not always:
             return False
-        self._stamps = stamps
         try:
             self.value = self._load()
         except SettingsError as error:
-            self._on_problem(error)
+            if str(error) != self._problem:
+                self._problem = str(error)
+                self._on_problem(error)
             return False
+        self._stamps, self._problem = stamps, ""
         return True
 
     def _stamp(self) -> tuple[_Stamp, ...]:
@@ -68,4 +73,4 @@ def _stamp(path: Path) -> _Stamp:
         found = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_ino, found.st_ctime_ns, found.st_size

@@ -207,7 +207,11 @@ async def test_names_become_the_names_that_certificates_are_checked_for() -> Non
 
 @pytest.mark.parametrize(
     "value",
-    ["dns:worker:50052", "dns:///worker", "dns:///:50052", "dns:///a/b:1", "dns:///worker:0"],
+    [
+        *("dns:worker:50052", "dns:///worker", "dns:///:50052", "dns:///a/b:1", "dns:///worker:0"),
+        # Nobody could resolve these, nor any other name beside them.
+        *("dns:///a..b:50052", f"dns:///{'x' * 64}.test:50052"),
+    ],
 )
 def test_a_malformed_name_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="dns:///name:port|port must be"):
