@@ -33,7 +33,7 @@ from gateway.workers import Workers
 from shared.auth import BearerTokenInterceptor
 from shared.errors import SettingsError
 from shared.exporter import metrics_exporter
-from shared.grpc_options import channel_options, server_options
+from shared.grpc_options import MAX_MESSAGE_BYTES, channel_options, server_options
 from shared.grpc_server import new_server
 from shared.hang_up import hang_ups
 from shared.health import Readiness
@@ -226,7 +226,8 @@ def _link_maker(
 
 def _dialer(config: GatewayConfig, times: LinkTimes) -> WorkerDialer:
     options = channel_options(
-        max_message_bytes=config.max_message_bytes,
+        # A smaller one is for clients: a worker's tokenizer and outputs must come through.
+        max_message_bytes=max(config.max_message_bytes, MAX_MESSAGE_BYTES),
         own_connection=True,
         max_reconnect_backoff_ms=round(1e3 * times.max_retry_s),
     )

@@ -117,7 +117,10 @@ class WorkerConfig(BaseSettings):
         default=300.0, gt=0, description="without a sign of the engine until it is started anew"
     )
     max_message_bytes: int = Field(
-        default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
+        # The longest prompts and outputs come through.
+        default=MAX_MESSAGE_BYTES,
+        ge=8 << 20,
+        description="gRPC message cap, 8 MiB at least",
     )
     log_format: LogFormatName | None = Field(default=None, description="auto: human on a terminal")
     log_level: str = Field(

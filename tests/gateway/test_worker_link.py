@@ -45,6 +45,15 @@ async def test_a_worker_that_comes_back_is_found_again(
         assert worker.num_tokenizer_fetches == 1
 
 
+async def test_a_cap_on_what_clients_send_is_none_on_what_workers_do(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as worker:
+        assert max(map(len, worker.files.values())) > 1 << 16
+        async with start_gateway(worker, max_message_bytes=1 << 16) as gateway:
+            assert (await gateway.collect(text("hello"))).text == "hello"
+
+
 async def test_a_new_tokenizer_is_fetched(
     make_worker: MakeWorker, start_gateway: StartGateway, served_files: dict[str, bytes]
 ) -> None:

@@ -160,9 +160,9 @@ async def test_a_message_that_does_not_parse_ends_its_stream_alone(
 async def test_a_message_above_the_cap_is_refused_and_the_next_works(
     make_worker: MakeWorker,
 ) -> None:
-    async with make_worker(max_message_bytes=1 << 16) as worker:
+    async with make_worker(max_message_bytes=8 << 20) as worker:
         link = worker.link()
-        await link.submit(1, [5] * 100_000)
+        await link.submit(1, request_id="x" * (8 << 20))
         assert await link.ending() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await worker.assert_next_works()
 
