@@ -54,8 +54,10 @@ class PrefixMemory:
     What was sent may have been evicted since, so only the last of it counts.
     """
 
-    def __init__(self, max_sent: int = 8192) -> None:
+    def __init__(self, max_sent: int = 8192, max_told: int = 16384) -> None:
+        """Workers of ours tell of 2048 prefixes, those that were used last first."""
         self._max_sent = max_sent
+        self._max_told_bytes = max_told * FINGERPRINT_BYTES
         self._told: frozenset[int] = frozenset()
         self._sent: OrderedDict[int, None] = OrderedDict()
 
@@ -64,7 +66,9 @@ class PrefixMemory:
         if not fingerprints:
             self.forget()
             return
-        whole = len(fingerprints) // FINGERPRINT_BYTES * FINGERPRINT_BYTES
+        # As much more as any worker has use for would take the event loop seconds.
+        num_bytes = min(len(fingerprints), self._max_told_bytes)
+        whole = num_bytes // FINGERPRINT_BYTES * FINGERPRINT_BYTES
         self._told = frozenset(
             int.from_bytes(fingerprints[at : at + FINGERPRINT_BYTES], "little")
             for at in range(0, whole, FINGERPRINT_BYTES)

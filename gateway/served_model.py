@@ -27,11 +27,11 @@ class ModelInfo:
 
     def serves_like(self, other: "ModelInfo") -> bool:
         """Whether a request prepared for the other can run here."""
-        return (self.name, self.tokenizer_sha256, self.max_context_tokens) == (
-            other.name,
-            other.tokenizer_sha256,
-            other.max_context_tokens,
-        )
+        return self._limits == other._limits
+
+    @property
+    def _limits(self) -> tuple[str, str, int, int]:
+        return self.name, self.tokenizer_sha256, self.vocab_size, self.max_context_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,16 @@ def test_a_memory_keeps_what_was_sent_last() -> None:
     assert memory.matched_tokens(PromptPrefix(prompts[0]), PAGE_SIZE) == 0
 
 
+def test_a_memory_keeps_a_bounded_part_of_what_it_is_told() -> None:
+    memory = PrefixMemory(max_told=3)
+    rng = random.Random(1)
+    prompts = [PromptPrefix(tokens(rng, 17)) for _ in range(5)]
+    names = [prompt.names(PAGE_SIZE)[0] for prompt in prompts]
+    memory.tell(b"".join(name.to_bytes(FINGERPRINT_BYTES, "little") for name in names))
+    matched = [memory.matched_tokens(prompt, PAGE_SIZE) for prompt in prompts]
+    assert matched == [16, 16, 16, 0, 0]
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     hit_rate: float

@@ -25,6 +25,17 @@ async def test_a_worker_whose_queue_is_known_to_be_full_is_passed_over(
         await two.finish_all(*calls)
 
 
+async def test_a_worker_that_knows_fewer_tokens_is_no_other_of_the_same(
+    make_worker: MakeWorker, start_gateway: StartGateway
+) -> None:
+    async with make_worker() as one, make_worker() as other:
+        other.model.vocab_size -= 1
+        async with start_gateway(one, other) as gateway:
+            for _ in range(4):
+                await gateway.collect(text("x"))
+            assert sorted([len(one.requests), len(other.requests)]) == [0, 4]
+
+
 async def test_a_conversation_stays_with_its_worker_until_that_is_lost(
     make_worker: MakeWorker, start_gateway: StartGateway
 ) -> None:
