@@ -18,6 +18,8 @@ class WorkerSet:
     def __init__(self, make_link: Callable[[Endpoint], WorkerLink]) -> None:
         self._make_link = make_link
         self._links: dict[str, WorkerLink] = {}
+        # Addresses of the workers that there are now.
+        self._found: frozenset[str] = frozenset()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._tasks: TaskSet | None = None
 
@@ -34,9 +36,7 @@ class WorkerSet:
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """These are the workers now."""
         found = {endpoint.address: endpoint for endpoint in endpoints}
-        for address, link in list(self._links.items()):
-            if address not in found and not link.is_retired:
-                self._retire(link)
+        self._found = frozenset(found)
         for address, endpoint in found.items():
             known = self._links.get(address)
             if known is None:
@@ -45,6 +45,23 @@ class WorkerSet:
                     self._run(link, self._tasks)
             elif known.is_retired:
                 known.reinstate()
+        self.retire_gone()
+
+    def retire_gone(self) -> None:
+        """Lets go of the workers that are not there any more: once a successor is ready.
+
+        To be called whenever a link may have become ready, or ceased to be.
+        """
+        gone = [
+            link
+            for address, link in self._links.items()
+            if address not in self._found and not link.is_retired
+        ]
+        has_successor = any(self._links[address].is_ready for address in self._found)
+        for link in gone:
+            # The last one goes with nobody in its place only if there shall be nobody.
+            if has_successor or not self._found or not link.is_ready:
+                self._retire(link)
 
     def _run(self, link: WorkerLink, tasks: TaskSet) -> None:
         self._running[link.address] = tasks.start(link.run(), name=f"link {link.address}")

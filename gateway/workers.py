@@ -49,6 +49,7 @@ class Workers:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            self._links.retire_gone()
             num_ready = self.router.num_ready
             self._on_num_ready(num_ready)
             await (readiness.set_serving() if num_ready else readiness.set_not_serving())

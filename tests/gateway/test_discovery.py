@@ -63,6 +63,10 @@ def addresses(gateway: GatewayUnderTest) -> set[str]:
     return {link.address for link in gateway.running.router.links}
 
 
+def is_retired(gateway: GatewayUnderTest, address: str) -> bool:
+    return any(x.is_retired for x in gateway.running.router.links if x.address == address)
+
+
 async def test_a_name_stands_for_all_its_addresses_and_for_new_ones(
     make_worker: MakeWorker,
 ) -> None:
@@ -88,7 +92,7 @@ async def test_a_worker_that_has_gone_finishes_what_it_has_and_gets_no_more(
             received.send_tokens([100])
             assert (await call.read()).WhichOneof("event") == "started"
             dns.addresses = (staying.address,)
-            await gateway.until(lambda: len(gateway.running.router.links) == 2)
+            await gateway.until(lambda: is_retired(gateway, leaving.address))
             await gateway.until_ready(1)
             for number in range(5):
                 assert (await gateway.collect(text(f"new {number}"))).text == f"new {number}"
@@ -98,6 +102,22 @@ async def test_a_worker_that_has_gone_finishes_what_it_has_and_gets_no_more(
             assert (await call.read()).finished.usage.completion_tokens == 1
             await gateway.until(lambda: addresses(gateway) == {staying.address})
             assert len(leaving.requests) == 1
+
+
+async def test_the_last_worker_serves_until_its_successor_does(make_worker: MakeWorker) -> None:
+    async with make_worker() as leaving, make_worker() as successor:
+        await successor.crash()
+        dns = FakeDns(leaving.address)
+        async with gateway_with(dns) as gateway:
+            await gateway.until_ready(1)
+            dns.addresses = (successor.address,)
+            await gateway.until(lambda: len(addresses(gateway)) == 2)
+            for number in range(3):
+                assert (await gateway.collect(text(f"still {number}"))).text == f"still {number}"
+            await successor.start()
+            await gateway.until(lambda: addresses(gateway) == {successor.address})
+            assert (await gateway.collect(text("new"))).text == "new"
+            assert (len(leaving.requests), len(successor.requests)) == (3, 1)
 
 
 async def test_a_worker_that_comes_back_while_it_drains_is_used_again(
