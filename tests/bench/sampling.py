@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from worker.engine.cuda.bound_search import MOST_CANDIDATES, search_bounds
 from worker.engine.cuda.bounds import Bounds
 from worker.engine.cuda.clock import timing_event
 from worker.engine.cuda.features import Drawn, FeaturedSampling
@@ -27,7 +26,12 @@ from worker.step import EngineInfo, RowOpening, StepPlan
 
 _MAX_ROWS = 256
 _REPEATS = 20
-_FILTERS = {"top_p 0.9": (0, 0.9), "top_k 20, top_p 0.95": (20, 0.95), "top_k 5000": (5000, 1.0)}
+_FILTERS = {
+    "nothing": (0, 1.0),
+    "top_p 0.9": (0, 0.9),
+    "top_k 20, top_p 0.95": (20, 0.95),
+    "top_k 5000": (5000, 1.0),
+}
 
 
 class Bench:
@@ -46,8 +50,6 @@ class Bench:
         self._featured = FeaturedSampling(info, self._sampler, device)
         self._logprobs = Logprobs(_MAX_ROWS, vocab_size, device)
         self._bounds = Bounds(_MAX_ROWS, vocab_size, device)
-        self._candidates = torch.empty(_MAX_ROWS, MOST_CANDIDATES, device=device)
-        self._found = torch.empty(_MAX_ROWS, device=device)
         self._token_pool = torch.zeros(_MAX_ROWS + 1, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(_MAX_ROWS, dtype=torch.int32, device=device)
 
@@ -57,8 +59,7 @@ class Bench:
         for name, (top_k, top_p) in _FILTERS.items():
             plan = self._plan(top_k, top_p)
             params = RowParams.of_block(self._block(plan))
-            yield f"bounds counted, {name}", partial(self._bounds.count, words, params)
-            yield f"bounds searched, {name}", partial(self._search, words, params)
+            yield f"bounds, {name}", partial(self._bounds.find, words, params)
         entries = np.arange(self._batch, dtype=np.int32)
         yield "adjusted", self._featured_draw(replace(self._plan(), adjusted=entries))
         filtered = replace(self._plan(20, 0.95), adjusted=entries)
@@ -93,9 +94,6 @@ class Bench:
         return lambda: self._sampler.sample(
             self._logits, params, block[WRITE_ROWS], self._token_pool, self._token_ids
         )
-
-    def _search(self, words: torch.Tensor, params: RowParams) -> None:
-        search_bounds(words, params, self._candidates, self._found, self._vocab_size)
 
     def _featured_draw(self, plan: StepPlan) -> Callable[[], None]:
         openings = tuple(map(_opening, range(self._batch)))

@@ -4,17 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from worker.engine.cuda.bound_search import MOST_CANDIDATES, search_bounds
+from worker.engine.cuda.bounds import Bounds
 from worker.engine.cuda.logits import as_words
 from worker.engine.cuda.row_params import RowParams
 from worker.engine.sampling import lowest_admitted
+from worker.step import Float32Array
 
-# More than a program's lanes.
-VOCAB_SIZE = 2 * MOST_CANDIDATES + 77
+# On a GPU, more than two programs' part of a row.
+VOCAB_SIZE = 2 * 8192 + 77
 # The interpreter computes with numpy: inf - inf is meant.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-FILTERS = [(5, 1.0), (0, 0.9), (50, 0.5), (1000, 0.999), (1500, 0.9), (0, 0.01), (1, 0.5)]
+# None of which p is a whole number of k equal weights: there rounding decides.
+FILTERS = [(5, 1.0), (0, 0.9), (50, 0.51), (1000, 0.9985), (1500, 0.9003), (0, 0.01), (1, 0.5)]
 
 
 def awkward_logits() -> torch.Tensor:
@@ -41,6 +43,24 @@ def awkward_logits() -> torch.Tensor:
     )
 
 
+def filtering(
+    temperature: Float32Array, filters: list[tuple[int, float]], device: torch.device
+) -> RowParams:
+    """Rows that filter by (top_k, top_p)."""
+    top_k, top_p = zip(*filters, strict=True)
+    nothing = torch.zeros(len(filters), dtype=torch.int32, device=device)
+    return RowParams(
+        temperature=torch.from_numpy(temperature).to(device),
+        top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
+        top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
+        min_p=torch.zeros(len(filters), device=device),
+        seed_low=nothing,
+        seed_high=nothing,
+        is_greedy=nothing,
+        positions=nothing,
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bounds_keep_the_tokens_that_the_reference_keeps(
     dtype: torch.dtype, device: torch.device
@@ -49,26 +69,28 @@ def test_bounds_keep_the_tokens_that_the_reference_keeps(
     count = len(logits)
     temperature = np.random.default_rng(0).uniform(0.3, 1.5, count).astype(np.float32)
     words = as_words(logits.to(device))
-    nothing = torch.zeros(count, dtype=torch.int32, device=device)
-    bounds = torch.empty(count, device=device)
-    candidates = torch.empty(count, MOST_CANDIDATES, device=device)
+    bounds = Bounds(count, VOCAB_SIZE, device)
     for shift in range(len(FILTERS)):
         filters = [FILTERS[(row + shift) % len(FILTERS)] for row in range(count)]
-        top_k, top_p = zip(*filters, strict=True)
-        params = RowParams(
-            temperature=torch.from_numpy(temperature).to(device),
-            top_k=torch.tensor(top_k, dtype=torch.int32, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
-            min_p=torch.zeros(count, device=device),
-            seed_low=nothing,
-            seed_high=nothing,
-            is_greedy=nothing,
-            positions=nothing,
-        )
-        search_bounds(words, params, candidates, bounds, VOCAB_SIZE)
-        for row, found in enumerate(bounds.tolist()):
+        params = filtering(temperature, filters, device)
+        for row, found in enumerate(bounds.find(words, params).tolist()):
             values = logits[row].float()
             k, p = filters[row]
             wanted = lowest_admitted(values, float(temperature[row]), k, float(np.float32(p)))
             possible = values > float("-inf")
             assert torch.equal(possible & (values >= found), possible & (values >= wanted))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has one program a row")
+def test_a_row_has_the_same_bound_whoever_shares_the_work(device: torch.device) -> None:
+    # Not rounded to bfloat16, so that sums in another order would show.
+    rows = awkward_logits()[:1].to(device) + torch.randn(1, VOCAB_SIZE, device=device)
+    temperature = np.full(300, 0.7, np.float32)
+    for one in FILTERS:
+        found = []
+        for count in (1, 100, 300):
+            bounds = Bounds(count, VOCAB_SIZE, device)
+            params = filtering(temperature[:count], [one] * count, device)
+            found += bounds.find(rows.repeat(count, 1), params).tolist()
+        assert len(set(found)) == 1
