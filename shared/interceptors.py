@@ -129,9 +129,17 @@ def _guarded(handler: _Handler, method: str) -> _Handler:
                 raise
             # Some inner task was cancelled. Left alone, this would end the handler without
             # a status and leave the client waiting for ever.
-            await _abort(context, error, method)
+            status = _status_for(error, method)
         except Exception as error:
-            await _abort(context, error, method)
+            status = _status_for(error, method)
+            error.__traceback__ = None
+        # The message, of up to 32 MiB, must not wait for the garbage collector, which would let
+        # dozens of them gather. The error may be in a cycle with the frames that it came
+        # through, by a future that it was in; and gRPC keeps what `abort` raises in one with
+        # this frame and with any error that is being handled.
+        del request
+        await context.abort_with_status(status)
+        raise AssertionError("abort_with_status always raises")
 
     return _maker(handler)(guarded, deserializer, handler.response_serializer)
 
@@ -199,14 +207,13 @@ def _cancelled_from_outside() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _abort(context: _Context, error: BaseException, method: str) -> NoReturn:
+def _status_for(error: BaseException, method: str) -> grpc.Status:
     if not isinstance(error, ServingError):
         # All that the client learns, and what finds the rest in the log.
         error_id = uuid.uuid4().hex
         _log.error("rpc failed unexpectedly", method=method, error_id=error_id, exc_info=error)
         error = ServingError(f"internal error {error_id}; the server's log has the details")
-    await context.abort_with_status(status_of(error))
-    raise AssertionError("abort_with_status always raises")
+    return status_of(error)
 
 
 def _clip(message: str) -> str:

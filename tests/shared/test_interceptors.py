@@ -1,6 +1,8 @@
 """Errors become statuses with details, on all four kinds of RPC, and nothing hangs."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeAlias
@@ -178,6 +180,50 @@ async def test_a_message_that_does_not_parse_is_an_invalid_argument(kind: str) -
     async with served(handler) as channel:
         status = await outcome_of(kind, channel)
     assert status.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class Message:
+    """A request that can be watched."""
+
+
+async def raise_at_once(_: Message) -> None:
+    raise InvalidArgumentError("text", "too long")
+
+
+async def raise_from_a_future(_: Message) -> None:
+    # As work on a thread does. The future has the error, whose frames have the future.
+    future = asyncio.get_running_loop().create_future()
+    future.set_exception(InvalidArgumentError("text", "too long"))
+    await future
+
+
+@pytest.mark.parametrize("act", [raise_at_once, raise_from_a_future])
+async def test_the_message_of_a_call_that_failed_is_gone_with_the_call(
+    act: Callable[[Message], Awaitable[None]],
+) -> None:
+    messages: list[weakref.ref[Message]] = []
+
+    def message(_: bytes) -> Message:
+        made = Message()
+        messages.append(weakref.ref(made))
+        return made
+
+    async def behavior(request: Message, context: Context) -> None:
+        await act(request)
+
+    handler = grpc.unary_unary_rpc_method_handler(behavior, request_deserializer=message)
+    async with served(handler) as channel:
+        gc.disable()
+        try:
+            for _ in range(3):
+                error = await outcome_of("unary_unary", channel)
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            async with asyncio.timeout(5):
+                while any(one() for one in messages):  # noqa: ASYNC110 - memory tells nobody
+                    await asyncio.sleep(0.005)
+        finally:
+            gc.enable()
+    assert len(messages) == 3
 
 
 async def test_a_handler_may_still_abort_by_itself() -> None:
