@@ -3,15 +3,33 @@
 Commands go down, events come up; one StepOutput for each step, and one more in those where
 there is something to tell before the step is over. Times are time.monotonic() seconds, which
 all processes of one machine share.
+
+What every step sends is pickled as plain tuples and the bytes of its arrays: to write and to
+read an output of 256 tokens takes 2 and 3.5 µs so, and 10 and 8 by numpy's own pickling and
+that of frozen dataclasses. Arrays that came this way cannot be written to.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from itertools import starmap
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
 from shared.errors import Code
 from shared.types import FinishReason, SamplingParams, StructuredOutput
 from worker.step import EngineInfo, Float32Array, Int32Array, Int64Array
+
+_T = TypeVar("_T")
+# How an object is made again: what to call, and with what.
+_Remade: TypeAlias = tuple[Callable[..., _T], tuple[object, ...]]
+
+
+def _bytes_of(array: NDArray[Any], dtype: DTypeLike) -> bytes:
+    # Nothing is copied but the bytes themselves; a wrong type would be read as other numbers.
+    return array.astype(dtype, copy=False).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +216,42 @@ class TokenLogprobs:
     top_ids: Int32Array
     top_logprobs: Float32Array
 
+    def __reduce__(self) -> _Remade["TokenLogprobs"]:
+        return _remade_logprobs, (
+            self.is_prompt,
+            self.top_ids.shape,
+            _bytes_of(self.uids, np.int64),
+            _bytes_of(self.token_ids, np.int32),
+            _bytes_of(self.logprobs, np.float32),
+            _bytes_of(self.ranks, np.int32),
+            _bytes_of(self.num_top, np.int32),
+            _bytes_of(self.top_ids, np.int32),
+            _bytes_of(self.top_logprobs, np.float32),
+        )
+
+
+def _remade_logprobs(
+    is_prompt: bool,
+    top_shape: tuple[int, int],
+    uids: bytes,
+    token_ids: bytes,
+    logprobs: bytes,
+    ranks: bytes,
+    num_top: bytes,
+    top_ids: bytes,
+    top_logprobs: bytes,
+) -> TokenLogprobs:
+    return TokenLogprobs(
+        is_prompt,
+        np.frombuffer(uids, np.int64),
+        np.frombuffer(token_ids, np.int32),
+        np.frombuffer(logprobs, np.float32),
+        np.frombuffer(ranks, np.int32),
+        np.frombuffer(num_top, np.int32),
+        np.frombuffer(top_ids, np.int32).reshape(top_shape),
+        np.frombuffer(top_logprobs, np.float32).reshape(top_shape),
+    )
+
 
 def _no_uids() -> Int64Array:
     return np.empty(0, np.int64)
@@ -223,6 +277,45 @@ class StepOutput:
     load: Load = field(default_factory=Load)
     committed_at: float = 0.0
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def __reduce__(self) -> _Remade["StepOutput"]:
+        return _remade_output, (
+            _bytes_of(self.uids, np.int64),
+            _bytes_of(self.token_ids, np.int32),
+            tuple(map(_fields_of_started, self.started)),
+            tuple(map(_fields_of_finished, self.finished)),
+            self.failed,
+            _fields_of_load(self.load),
+            self.committed_at,
+            self.logprobs,
+        )
+
+
+_fields_of_load = attrgetter(*(each.name for each in fields(Load)))
+_fields_of_started = attrgetter(*(each.name for each in fields(Started)))
+_fields_of_finished = attrgetter(*(each.name for each in fields(Finished)))
+
+
+def _remade_output(
+    uids: bytes,
+    token_ids: bytes,
+    started: tuple[tuple[Any, ...], ...],
+    finished: tuple[tuple[Any, ...], ...],
+    failed: tuple[Failed, ...],
+    load: tuple[Any, ...],
+    committed_at: float,
+    logprobs: tuple[TokenLogprobs, ...],
+) -> StepOutput:
+    return StepOutput(
+        np.frombuffer(uids, np.int64),
+        np.frombuffer(token_ids, np.int32),
+        tuple(starmap(Started, started)),
+        tuple(starmap(Finished, finished)),
+        failed,
+        Load(*load),
+        committed_at,
+        logprobs,
+    )
 
 
 @dataclass(frozen=True, slots=True)
