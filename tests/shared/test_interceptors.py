@@ -211,7 +211,7 @@ async def test_the_message_of_a_call_that_failed_is_gone_with_the_call(
     async def behavior(request: Message, context: Context) -> None:
         await act(request)
 
-    handler = grpc.unary_unary_rpc_method_handler(behavior, request_deserializer=message)
+    handler: Any = grpc.unary_unary_rpc_method_handler(behavior, request_deserializer=message)
     async with served(handler) as channel:
         gc.disable()
         try:
