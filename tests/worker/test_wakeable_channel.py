@@ -67,7 +67,9 @@ def test_more_wakes_than_a_pipe_holds_do_not_block(ends: Ends) -> None:
 def test_a_command_is_seen_beside_a_wake(ends: Ends) -> None:
     pipe, channel = ends
     channel.wake()
+    assert not channel.poll(0)
     pipe.send(Stop())
+    assert channel.poll(0)
     assert channel.poll(LONG_S)
 
 
@@ -75,6 +77,7 @@ def test_the_other_ends_loss_ends_the_wait(ends: Ends) -> None:
     pipe, channel = ends
     pipe.close()
     assert channel.poll(LONG_S)
+    assert channel.poll(0)
     with pytest.raises(EOFError):
         channel.recv()
 
