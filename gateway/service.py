@@ -30,14 +30,13 @@ from gateway.validation import (
     generation_request,
 )
 from shared.errors import InvalidArgumentError
+from shared.limits import MAX_ABORTED_IDS
 from shared.logs import request_logging
 from shared.metrics import GenerationMetrics
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.tracing import Tracer, checked_traceparent
 from shared.version import tandem_version
-
-MAX_ABORTED_IDS = 1024
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 

@@ -5,6 +5,8 @@ The gateway refuses first, in its client's words; the worker relies on no gatewa
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_COMPLETIONS = 8
+# Of one Abort call.
+MAX_ABORTED_IDS = 1024
 # Either way from 0, frequency and presence alike.
 MAX_PENALTY = 2.0
 MAX_LOGIT_BIASES = 1024

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from shared.errors import InvalidArgumentError, ServingError
+from shared.limits import MAX_ABORTED_IDS
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
 from shared.tasks import TaskSet
@@ -87,6 +88,10 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         return pb.FlushCacheResponse(pages_freed=await self._dispatcher.flush_cache())
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        if len(request.request_ids) > MAX_ABORTED_IDS:
+            raise InvalidArgumentError(
+                "request_ids", f"at most {MAX_ABORTED_IDS}, got {len(request.request_ids)}"
+            )
         aborted = self._dispatcher.abort_ids(request.request_ids)
         return pb.AbortResponse(aborted_request_ids=aborted)
 

@@ -90,6 +90,15 @@ async def test_a_trace_of_a_senseless_length_is_refused(
     assert (error.code, error.field) == (Code.INVALID_ARGUMENT, "num_steps")
 
 
+async def test_an_abort_of_too_many_ids_is_refused(make_worker: MakeWorker) -> None:
+    async with make_worker() as worker:
+        ids = [str(number) for number in range(1025)]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await worker.stub.Abort(pb.AbortRequest(request_ids=ids))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await worker.stub.Abort(pb.AbortRequest(request_ids=ids[1:])) == pb.AbortResponse()
+
+
 async def test_the_drain_call_refuses_new_requests_and_counts_the_live_ones(
     make_worker: MakeWorker,
 ) -> None:
