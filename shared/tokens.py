@@ -73,7 +73,7 @@ class TokenStore:
 
     def __init__(self, plain: Sequence[str], file: Path | None) -> None:
         """Raises SettingsError when the file cannot be used."""
-        self._plain = tuple(plain)
+        self._listed = tuple(map(_known, plain))
         self._file = file
         self._asked = asyncio.Event()
         files = [] if file is None else [file]
@@ -82,7 +82,7 @@ class TokenStore:
     @property
     def is_required(self) -> bool:
         """Whether calls must bring a token at all."""
-        return bool(self._plain) or self._file is not None
+        return bool(self._listed) or self._file is not None
 
     def client_of(self, token: str) -> str | None:
         return self._tokens.value.client_of(token)
@@ -109,10 +109,9 @@ class TokenStore:
         return True
 
     def _read(self) -> TokenSet:
-        listed = [_known(token) for token in self._plain]
         if self._file is None:
-            return TokenSet(listed)
-        return TokenSet([*listed, *read_tokens(self._file)])
+            return TokenSet(self._listed)
+        return TokenSet([*self._listed, *read_tokens(self._file)])
 
     def _complain(self, error: SettingsError) -> None:
         _log.error("tokens not read; the former ones stay", reason=str(error))

@@ -9,14 +9,19 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from shared.auth import bearer_metadata
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
+from shared.pb.tandem.worker.v1 import worker_pb2
 from shared.tls import ClientTls, open_channel
 from shared.tokens import hash_line
 from tests.certificates import Authority
@@ -176,6 +181,29 @@ def test_without_a_token_nobody_gets_in(secure_pair: SecurePair) -> None:
     assert ran.returncode == 1
     assert "UNAUTHENTICATED" in ran.stderr
     assert WORKER_TOKEN not in ran.stderr
+
+
+def methods_of(*services: ServiceDescriptor) -> list[str]:
+    return [f"/{one.full_name}/{method.name}" for one in services for method in one.methods]
+
+
+async def test_every_method_asks_for_a_token_reflection_too_and_only_health_does_not(
+    secure_pair: SecurePair,
+) -> None:
+    guarded = [
+        (secure_pair.gateway, pb.DESCRIPTOR.services_by_name["InferenceService"]),
+        (secure_pair.worker, worker_pb2.DESCRIPTOR.services_by_name["WorkerService"]),
+    ]
+    reflection = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+    for service, descriptor in guarded:
+        async with open_channel(service.address, secure_pair.client, []) as channel:
+            for method in [*methods_of(descriptor, reflection), "/none/None"]:
+                call: Any = channel.unary_unary(method)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call(b"", timeout=5)
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
+            health = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status
 
 
 def test_a_file_that_cannot_be_used_is_a_wrong_option(tmp_path: Path) -> None:
