@@ -1,6 +1,7 @@
 """The options do what they are for, on real servers."""
 
 import asyncio
+import struct
 from contextlib import suppress
 
 import grpc
@@ -14,6 +15,9 @@ from shared.grpc_options import (
     server_options,
 )
 from shared.health import Readiness
+from tests.faults.frames import PREFACE, SETTINGS
+
+MAX_CONCURRENT_STREAMS = 3
 
 
 async def test_a_second_server_on_the_same_port_fails_unless_the_port_is_shared() -> None:
@@ -66,6 +70,21 @@ async def test_a_burst_of_calls_is_answered_to_the_last() -> None:
         codes = {await call.code() for call in calls}
     await server.stop(None)
     assert codes == {grpc.StatusCode.OK}
+
+
+async def test_a_connection_is_told_how_many_calls_it_may_have_at_once() -> None:
+    server = grpc.aio.server(options=server_options())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(PREFACE + SETTINGS)
+    async with asyncio.timeout(5):
+        # RFC 9113, sections 4.1 and 6.5: a number and its value, again and again.
+        length = int.from_bytes((await reader.readexactly(9))[:3], "big")
+        told = dict(struct.iter_unpack(">HI", await reader.readexactly(length)))
+    writer.close()
+    await server.stop(None)
+    assert told[MAX_CONCURRENT_STREAMS] == 4096
 
 
 async def test_a_server_that_is_slow_to_say_hello_is_waited_for() -> None:
