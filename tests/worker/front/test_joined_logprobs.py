@@ -99,11 +99,11 @@ class Steps:
             is_prompt=is_prompt,
             uids=np.array([self._uids[asked] for asked in order], np.int64),
             token_ids=ids[:size],
-            logprobs=-ids[:size].astype(np.float32) / 8,
+            logprobs=(-ids[:size] / 8).astype(np.float32),
             ranks=ids[size : 2 * size],
             num_top=np.array([asked.num_top for asked in order], np.int32),
             top_ids=ids[2 * size :].reshape(size, width),
-            top_logprobs=-ids[2 * size :].reshape(size, width).astype(np.float32) / 8,
+            top_logprobs=(-ids[2 * size :].reshape(size, width) / 8).astype(np.float32),
         )
         for i, asked in enumerate(order):
             told, token_id = self.owed[asked.link, asked.handle], int(ids[i])
