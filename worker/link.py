@@ -16,9 +16,9 @@ from shared.errors import QueueFullError, ServingError
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from worker.convert import (
     HANDLE_MASK,
+    add_token_logprobs,
     fill_step_output,
     logprob_entry_bytes,
-    to_token_logprobs,
 )
 from worker.messages import Failed, Finished, Started, TokenLogprobs
 from worker.step import BoolArray, Int32Array, Int64Array
@@ -105,7 +105,7 @@ class Link:
         """Sends those of its entries that are of this link's requests."""
         if logprobs.is_prompt:
             self._cut_message()
-        self._logprobs += to_token_logprobs(logprobs, mine)
+        add_token_logprobs(self._collected.output, logprobs, mine)
         num_bytes = int(mine.sum()) * logprob_entry_bytes(logprobs.top_ids.shape[1])
         self._message_logprob_bytes += num_bytes
         self._num_logprob_bytes += num_bytes
@@ -197,13 +197,13 @@ class Link:
 
     def _take_outputs(self) -> list[pb.RunResponse]:
         outputs, self._full = self._full, []
-        if self._num_tokens or self._started or self._ended_entries or self._logprobs:
+        if self._num_tokens or self._started or self._ended_entries or self._message_logprob_bytes:
             outputs.append(self._take_collected())
         self._num_logprob_bytes = 0
         return outputs
 
     def _take_collected(self) -> pb.RunResponse:
-        response = pb.RunResponse()
+        response = self._collected
         fill_step_output(
             response.output,
             handles=(_joined(self._uids) & HANDLE_MASK).tolist() if self._uids else [],
@@ -212,7 +212,6 @@ class Link:
             ended=self._ended_entries,
             committed_at=self._committed_at,
         )
-        response.output.logprobs.extend(self._logprobs)
         self._clear_output()
         return response
 
@@ -227,7 +226,8 @@ class Link:
         self._num_tokens = 0
         self._started: list[Started] = []
         self._ended_entries: list[Finished | Failed] = []
-        self._logprobs: list[pb.TokenLogprobs] = []
+        # Has the log-probabilities already.
+        self._collected = pb.RunResponse()
         self._message_logprob_bytes = 0
         self._committed_at = 0.0
 

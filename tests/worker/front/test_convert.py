@@ -10,7 +10,7 @@ from shared.errors import InvalidArgumentError
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.types import FinishReason, StructuredOutput, StructureKind
 from tests.worker.front.harness import neutral_sampling
-from worker.convert import fill_step_output, to_new_request, to_token_logprobs, uid_of
+from worker.convert import add_token_logprobs, fill_step_output, to_new_request, uid_of
 from worker.messages import Finished, NewRequest, TokenLogprobs
 from worker.step import EngineInfo
 
@@ -139,7 +139,9 @@ def test_entries_of_a_request_are_in_one_message_with_as_many_likeliest_as_it_as
         top_logprobs=-np.arange(8, dtype=np.float32).reshape(4, 2),
     )
     mine = entries.uids >> 32 == 3
-    first, second = to_token_logprobs(entries, mine)
+    output = pb.StepOutput()
+    add_token_logprobs(output, entries, mine)
+    first, second = output.logprobs
     assert (first.handle, first.prompt, first.num_top) == (7, True, 1)
     assert (list(first.token_ids), list(first.logprobs)) == ([10, 11], [-1, -2])
     assert list(first.ranks) == [1, 2]
