@@ -1,6 +1,6 @@
 """Events that wait, as fewer ones that say the same."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from typing import cast
 
@@ -8,8 +8,10 @@ import numpy as np
 
 from worker.messages import Event, Heartbeat, StepOutput
 
-# Of steps in one message, so that none takes its receiver long.
+# Of steps in one message, and of their entries of log-probabilities, so that none takes its
+# receiver long: 20 ms, and less than 2 MB of what a gateway is sent, at most.
 _MOST_MERGED = 256
+_MOST_LOGPROBS = 8192
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
@@ -17,15 +19,28 @@ def merged(events: Iterable[Event]) -> list[Event]:
     result: list[Event] = []
     for kind, group in groupby(events, type):
         if kind is StepOutput:
-            outputs = cast(list[StepOutput], list(group))
-            for begin in range(0, len(outputs), _MOST_MERGED):
-                result.append(_joined(outputs[begin : begin + _MOST_MERGED]))
+            result.extend(map(_joined, _parted(cast(Iterable[StepOutput], group))))
         elif kind is Heartbeat:
             *_, last = group
             result.append(last)
         else:
             result.extend(group)
     return result
+
+
+def _parted(outputs: Iterable[StepOutput]) -> Iterator[list[StepOutput]]:
+    """In stretches that may be joined; one output that is too large is a stretch by itself."""
+    stretch: list[StepOutput] = []
+    num_logprobs = 0
+    for output in outputs:
+        its_logprobs = sum(len(part.uids) for part in output.logprobs)
+        is_full = len(stretch) == _MOST_MERGED or num_logprobs + its_logprobs > _MOST_LOGPROBS
+        if stretch and is_full:
+            yield stretch
+            stretch, num_logprobs = [], 0
+        stretch.append(output)
+        num_logprobs += its_logprobs
+    yield stretch
 
 
 def _joined(outputs: Sequence[StepOutput]) -> StepOutput:

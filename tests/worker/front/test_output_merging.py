@@ -3,7 +3,16 @@
 import numpy as np
 
 from shared.types import FinishReason
-from worker.messages import CacheFlushed, Event, Finished, Heartbeat, Load, Started, StepOutput
+from worker.messages import (
+    CacheFlushed,
+    Event,
+    Finished,
+    Heartbeat,
+    Load,
+    Started,
+    StepOutput,
+    TokenLogprobs,
+)
 from worker.output_merging import merged
 
 
@@ -60,3 +69,33 @@ def test_what_waited_for_long_goes_in_several_messages() -> None:
         i for output in outputs if isinstance(output, StepOutput) for i in output.token_ids
     ]
     assert token_ids == list(range(1000))
+
+
+def step_with_logprobs(token_id: int, num_entries: int) -> StepOutput:
+    ids = np.full(num_entries, token_id, np.int32)
+    likeliest = np.zeros((num_entries, 20), np.int32)
+    entries = TokenLogprobs(
+        is_prompt=False,
+        uids=np.arange(num_entries),
+        token_ids=ids,
+        logprobs=np.zeros(num_entries, np.float32),
+        ranks=ids,
+        num_top=np.full(num_entries, 20, np.int32),
+        top_ids=likeliest,
+        top_logprobs=likeliest.astype(np.float32),
+    )
+    return StepOutput(np.arange(num_entries), ids, logprobs=(entries,))
+
+
+def test_many_logprobs_go_in_more_messages_none_of_which_is_too_large_for_a_gateway() -> None:
+    outputs = [step_with_logprobs(number, 1024) for number in range(100)]
+    # More than a message should have, but not to be divided.
+    outputs.append(step_with_logprobs(100, 20_000))
+    joined = [output for output in merged(outputs) if isinstance(output, StepOutput)]
+    assert 1 < len(joined) < 50
+    assert all(len(output.uids) <= 8192 for output in joined[:-1])
+    parts = [part for output in joined for part in output.logprobs]
+    assert [int(part.token_ids[0]) for part in parts] == list(range(101))
+    for output in joined:
+        told = np.concatenate([part.token_ids for part in output.logprobs])
+        assert np.array_equal(told, output.token_ids)
