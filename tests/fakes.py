@@ -101,6 +101,8 @@ class FakeEngine:
         self.failures: dict[int, str] = {}
         # (step, place in the plan) whose logits are not finite.
         self.faulty: set[tuple[int, int]] = set()
+        # What each step says is best to write masks to.
+        self.mask_buffer: Int32Array | None = None
         # Another exception than EngineError, for the step with this id.
         self.crashes: dict[int, Exception] = {}
 
@@ -212,6 +214,9 @@ class FakeStep:
         self.plan = plan
         # As the loop's array was when it was provided: a caller reuses it.
         self.bitmasks: Int32Array | None = None
+
+    def mask_buffer(self) -> Int32Array | None:
+        return self._engine.mask_buffer
 
     def provide_masks(self, bitmasks: Int32Array) -> None:
         assert self.bitmasks is None, "masks are provided once"

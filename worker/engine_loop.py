@@ -71,6 +71,9 @@ class FailedLaunch:
     def __init__(self, error: EngineError) -> None:
         self._error = error
 
+    def mask_buffer(self) -> None:
+        return None
+
     def provide_masks(self, bitmasks: Int32Array) -> None:
         pass
 
@@ -155,9 +158,11 @@ class EngineLoop:
         if launched is not None:
             # Starts, rejections and aborts are known already, and a step can be long.
             self._tell()
-            self._commit(launched)
+        result = None if launched is None else self._commit(launched)
         if self._structures is not None and not self._structures.is_idle:
             self._structures.forget(self._scheduler.is_live)
+        if launched is not None and result is not None:
+            self._accept(launched, result)
         if self._overlap:
             self._provide_masks(self._in_flight)
         self._tell()
@@ -283,7 +288,8 @@ class EngineLoop:
             return
         assert self._structures is not None, "nothing is masked without structures"
         started_at = time.monotonic()
-        bitmasks, faults = self._structures.fill(launched.masked_uids)
+        buffer = launched.handle.mask_buffer()
+        bitmasks, faults = self._structures.fill(launched.masked_uids, buffer)
         launched.handle.provide_masks(bitmasks)
         for uid, error in faults:
             self._scheduler.fail_request(uid, error)
@@ -291,14 +297,18 @@ class EngineLoop:
 
     def _accept(self, launched: _Launched, result: StepResult) -> None:
         """Lets the matchers go on by the tokens of requests that the commit has not ended."""
-        assert self._structures is not None
+        if not launched.masked_uids:
+            return
+        assert self._structures is not None, "nothing is masked without structures"
+        started_at = time.monotonic()
         token_ids = result.token_ids[launched.plan.masked].tolist()
         tokens = zip(launched.masked_uids, token_ids, strict=True)
-        kept = [(uid, token) for uid, token in tokens if self._scheduler.is_live(uid)]
-        for uid, error in self._structures.accept(kept):
+        for uid, error in self._structures.accept(tokens):
             self._scheduler.fail_request(uid, error)
+        self._trace_host("accept", started_at, time.monotonic(), launched.plan)
 
-    def _commit(self, launched: _Launched) -> None:
+    def _commit(self, launched: _Launched) -> StepResult | None:
+        """What was committed; None: the step failed."""
         plan = launched.plan
         waited_from = time.monotonic()
         try:
@@ -310,16 +320,15 @@ class EngineLoop:
                 # Told first, so that the step's requests end with what happened to them.
                 self._tell()
                 raise
-            return
+            return None
         now = time.monotonic()
         self._scheduler.commit(plan, result, now)
-        if launched.masked_uids:
-            self._accept(launched, result)
         if self._traces:
             self._trace_host("wait", waited_from, now, plan)
             self._trace_host("commit", now, time.monotonic(), plan)
             for trace in self._traces:
                 trace.add_device(result.started_at, result.finished_at, step=plan.step_id)
+        return result
 
     def _tell(self) -> None:
         now = time.monotonic()

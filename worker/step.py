@@ -194,12 +194,21 @@ class EngineInfo:
 class StepHandle(Protocol):
     """A step that was launched."""
 
+    def mask_buffer(self) -> Int32Array | None:
+        """Where masks are best written, for `provide_masks` need not copy them from there.
+
+        [at least len(masked), ceil(vocab_size / 32)] of any content; the step's until it is
+        given its masks. None: it makes no difference.
+        """
+        ...
+
     def provide_masks(self, bitmasks: Int32Array) -> None:
         """What each row of the plan's `masked` may sample; sampling waits for it.
 
         [len(masked), ceil(vocab_size / 32)]: bit b of word w set means that id 32 * w + b is
         allowed. Called exactly once, before `result`, for a step whose `masked` is not empty,
-        and for no other. Copies what it needs before it returns; does not wait for the step.
+        and for no other. Either the first rows of `mask_buffer` or an array of the caller's, of
+        which it copies what it needs before it returns; does not wait for the step.
         """
         ...
 

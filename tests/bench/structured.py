@@ -56,9 +56,11 @@ class TimedOutputs(StructuredOutputs):
         self.fill_s: list[float] = []
         self.accept_s: list[float] = []
 
-    def fill(self, uids: Sequence[int]) -> tuple[Int32Array, list[Fault]]:
+    def fill(
+        self, uids: Sequence[int], bitmasks: Int32Array | None = None
+    ) -> tuple[Int32Array, list[Fault]]:
         began_at = time.perf_counter()
-        filled = super().fill(uids)
+        filled = super().fill(uids, bitmasks)
         self.fill_s.append(time.perf_counter() - began_at)
         return filled
 

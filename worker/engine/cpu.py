@@ -195,6 +195,9 @@ class CpuStep:
         self._future = future
         self._bitmasks = bitmasks
 
+    def mask_buffer(self) -> None:
+        return None
+
     def provide_masks(self, bitmasks: Int32Array) -> None:
         # Cancelled if the engine was closed meanwhile, which ends the step.
         if not self._bitmasks.cancelled():

@@ -156,6 +156,9 @@ class EchoStep:
     def __init__(self, future: "Future[StepResult]") -> None:
         self._future = future
 
+    def mask_buffer(self) -> None:
+        return None
+
     def provide_masks(self, bitmasks: Int32Array) -> None:
         pass
 

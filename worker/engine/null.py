@@ -42,6 +42,9 @@ class NullHandle:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
+    def mask_buffer(self) -> None:
+        return None
+
     def provide_masks(self, bitmasks: Int32Array) -> None:
         pass
 

@@ -10,8 +10,8 @@ from worker.step import Int32Array
 class Matcher(Protocol):
     """Follows one completion through its rule. Not to be used by two threads at once."""
 
-    def accept(self, token_id: int) -> None:
-        """Goes on by a token that the last mask allowed."""
+    def accept(self, token_id: int) -> bool:
+        """Goes on by a token that the last mask allowed; False: it has a fault now."""
         ...
 
     def fault(self) -> tuple[str, bool] | None:
@@ -37,6 +37,11 @@ class GrammarLibrary(Protocol):
     """Compiles rules for one vocabulary."""
 
     @property
+    def threads(self) -> int:
+        """How many matchers are worked on at a time where several are given."""
+        ...
+
+    @property
     def mask_words(self) -> int:
         """int32 words of a mask: 32 ids each, that of the least value first."""
         ...
@@ -48,10 +53,19 @@ class GrammarLibrary(Protocol):
         """
         ...
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
-        """Writes each matcher's mask in the row of `bitmasks` that is named beside it.
+    def accept(self, tokens: Sequence[tuple[Matcher, int]]) -> list[int]:
+        """Each matcher goes on by the token id beside it; the places of those with a fault now.
+
+        A matcher that breaks has a fault, and no other suffers. When this raises, nobody
+        knows which of them went on, and none is to be used again.
+        """
+        ...
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> list[int]:
+        """Writes each matcher's mask in the row of `bitmasks` that is named beside it; the
+        places among `matchers` of those with a fault now.
 
         A mask has at least one bit set, unless the matcher has a fault; when its rule is
-        complete, they are those of the eos ids.
+        complete, they are those of the eos ids. When this raises, it can be done again.
         """
         ...

@@ -69,14 +69,19 @@ class LLGuidance:
     ) -> None:
         """Ids of the model that the tokenizer does not know are never allowed.
 
-        `threads` fill masks side by side. Raises ValueError for a tokenizer that the library
+        `threads` work on matchers side by side. Raises ValueError for a tokenizer that the library
         cannot take, or one with more ids than `vocab_size`.
         """
         self._tokenizer = LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
         )
+        self._threads = threads
         self._executor = LLExecutor(num_threads=threads) if threads > 1 else None
         self._vocab_size = vocab_size
+
+    @property
+    def threads(self) -> int:
+        return self._threads
 
     @property
     def mask_words(self) -> int:
@@ -100,15 +105,25 @@ class LLGuidance:
             raise InvalidArgumentError(field, _brief(matcher.get_error()))
         return LLRule(matcher, _bytes_of(grammar, time.thread_time() - began_s))
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
+    def accept(self, tokens: Sequence[tuple[Matcher, int]]) -> list[int]:
+        pairs = _inner(tokens)
+        if self._executor is not None and len(pairs) > 1:
+            # A panic in it is caught for each, and makes that one's fault.
+            are_sound = self._executor.consume_token_par(pairs)
+        else:
+            are_sound = [inner.consume_token(token_id) for inner, token_id in pairs]
+        return [i for i, is_sound in enumerate(are_sound) if not is_sound]
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> list[int]:
         row_bytes = bitmasks.strides[0]
         address = bitmasks.ctypes.data
-        pairs = [(cast(LLMatch, matcher).inner, row) for matcher, row in matchers]
+        pairs = _inner(matchers)
         if self._executor is not None and len(pairs) > 1:
             self._executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(bitmasks))
-            return
-        for inner, row in pairs:
-            inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        else:
+            for inner, row in pairs:
+                inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        return [i for i, (inner, _) in enumerate(pairs) if inner.is_error()]
 
 
 class LLRule:
@@ -132,8 +147,8 @@ class LLMatch:
     def __init__(self, inner: LLMatcher) -> None:
         self.inner = inner
 
-    def accept(self, token_id: int) -> None:
-        self.inner.consume_token(token_id)
+    def accept(self, token_id: int) -> bool:
+        return self.inner.consume_token(token_id)
 
     def fault(self) -> tuple[str, bool] | None:
         if not self.inner.is_error():
@@ -141,6 +156,12 @@ class LLMatch:
         message = self.inner.get_error()
         lowered = message.lower()
         return _brief(message), any(word in lowered for word in _LIMIT_WORDS)
+
+
+def _inner(matchers: Sequence[tuple[Matcher, int]]) -> list[tuple[LLMatcher, int]]:
+    # One cast for all, because a call for each would take as long as all the rest.
+    ours = cast(Sequence[tuple[LLMatch, int]], matchers)
+    return [(matcher.inner, number) for matcher, number in ours]
 
 
 def _grammar_of(structure: StructuredOutput) -> str:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 
 import numpy as np
 
@@ -43,6 +44,18 @@ class _Followed:
     excess_s: float = 0.0
     # The matcher raised something, after which it is not to be trusted.
     is_broken: bool = False
+
+    @property
+    def is_too_slow(self) -> bool:
+        return self.excess_s > _MOST_EXCESS_S
+
+
+# uid, and the token id that it goes on by.
+_Going = tuple[int, _Followed, int]
+# Row of its mask, and uid.
+_Filling = tuple[int, int, _Followed]
+# Who may have a fault, so that only these are asked: most steps have none.
+_Suspect = tuple[int, _Followed]
 
 
 class StructuredOutputs:
@@ -113,35 +126,30 @@ class StructuredOutputs:
 
     def forget(self, is_live: Callable[[int], bool]) -> None:
         """Drops what belongs to requests that have ended."""
-        for uid in [uid for uid in self._followed if not is_live(uid)]:
+        for uid in list(filterfalse(is_live, self._followed)):
             del self._followed[uid]
         self._compiler.forget(is_live)
 
     def accept(self, tokens: Iterable[tuple[int, int]]) -> list[Fault]:
-        """(uid, token id) of requests that go on; returns those that cannot."""
-        faults: list[Fault] = []
-        times_each = self._times_each
+        """(uid, token id) of requests that go on; returns those that cannot. One that has ended
+        is passed over."""
+        find = self._followed.get
+        going = [(uid, one, token) for uid, token in tokens if (one := find(uid)) is not None]
         began_at = time.perf_counter()
-        for uid, token_id in tokens:
-            followed = self._followed.get(uid)
-            if followed is None:
-                continue
-            used_s = time.thread_time() if times_each else 0.0
-            try:
-                followed.matcher.accept(token_id)
-            except BaseException as error:
-                _note_broken(uid, followed, error)
-            if times_each:
-                self._charge(followed, time.thread_time() - used_s)
-            faults += self._faults_of(uid, followed)
+        if self._times_each or self._library.threads == 1 or len(going) < 2:
+            suspects = self._accept_each(going)
+        else:
+            suspects = self._accept_together(going)
         self._took(time.perf_counter() - began_at)
-        return faults
+        return self._faults_of(suspects)
 
-    def fill(self, uids: Sequence[int]) -> tuple[Int32Array, list[Fault]]:
-        """What each request may sample now: [len(uids), ceil(vocab_size / 32)], until the next
-        call. One that has ended may sample anything, and so may those that are returned as
-        faulty, which must end."""
-        bitmasks = self._bitmasks[: len(uids)]
+    def fill(
+        self, uids: Sequence[int], bitmasks: Int32Array | None = None
+    ) -> tuple[Int32Array, list[Fault]]:
+        """What each request may sample now: [len(uids), ceil(vocab_size / 32)], in the first rows
+        of `bitmasks`, or else in memory of its own until the next call. One that has ended may
+        sample anything, and so may those that are returned as faulty, which must end."""
+        bitmasks = (self._bitmasks if bitmasks is None else bitmasks)[: len(uids)]
         followed: list[tuple[int, int, _Followed]] = []
         for row, uid in enumerate(uids):
             one = self._followed.get(uid)
@@ -149,48 +157,82 @@ class StructuredOutputs:
                 bitmasks[row] = _ALL_IDS
             else:
                 followed.append((row, uid, one))
-        self._fill(followed, bitmasks)
-        faults: list[Fault] = []
-        for row, uid, one in followed:
-            if found := self._faults_of(uid, one):
-                bitmasks[row] = _ALL_IDS
-                faults += found
+        suspects = self._fill(followed, bitmasks)
+        faults = self._faults_of((uid, one) for _, uid, one in suspects)
+        if faults:
+            ended = {uid for uid, _ in faults}
+            for row, uid, _ in suspects:
+                if uid in ended:
+                    bitmasks[row] = _ALL_IDS
         return bitmasks, faults
 
     def close(self) -> None:
         self._compiler.close()
 
-    def _fill(self, followed: list[tuple[int, int, _Followed]], bitmasks: Int32Array) -> None:
+    def _accept_each(self, going: list[_Going]) -> list[_Suspect]:
+        suspects: list[_Suspect] = []
+        times_each = self._times_each
+        for uid, one, token_id in going:
+            used_s = time.thread_time() if times_each else 0.0
+            is_sound = False
+            try:
+                is_sound = one.matcher.accept(token_id)
+            except BaseException as error:
+                _note_broken(uid, one, error)
+            if times_each:
+                self._charge(one, time.thread_time() - used_s)
+            if not is_sound or one.is_too_slow:
+                suspects.append((uid, one))
+        return suspects
+
+    def _accept_together(self, going: list[_Going]) -> list[_Suspect]:
+        try:
+            places = self._library.accept([(one.matcher, token_id) for _, one, token_id in going])
+        except BaseException as error:
+            _reraise_exit(error)
+            _log.error("the matchers of %d requests broke", len(going), exc_info=error)
+            for _, one, _ in going:
+                one.is_broken = True
+            places = list(range(len(going)))
+        return [going[place][:2] for place in places]
+
+    def _fill(self, filling: list[_Filling], bitmasks: Int32Array) -> list[_Filling]:
+        """Those that may have a fault."""
         began_at = time.perf_counter()
         if not self._times_each:
-            self._fill_together(followed, bitmasks)
+            suspects = self._fill_together(filling, bitmasks)
         else:
-            self._fill_each(followed, bitmasks)
+            suspects = self._fill_each(filling, bitmasks)
             if not self._found_slow:
                 # Accepting and filling count as one each.
                 self._num_trusted = 2 * _TRUSTED_STEPS
             self._times_each = self._found_slow
             self._found_slow = False
         self._took(time.perf_counter() - began_at)
+        return suspects
 
-    def _fill_together(
-        self, followed: list[tuple[int, int, _Followed]], bitmasks: Int32Array
-    ) -> None:
+    def _fill_together(self, filling: list[_Filling], bitmasks: Int32Array) -> list[_Filling]:
         try:
-            self._library.fill([(one.matcher, row) for row, _, one in followed], bitmasks)
+            places = self._library.fill([(one.matcher, row) for row, _, one in filling], bitmasks)
         except BaseException as error:
             _reraise_exit(error)
             # Whose fault it is shows when each is asked alone; the others have their masks then.
-            self._fill_each(followed, bitmasks)
+            return self._fill_each(filling, bitmasks)
+        return [filling[place] for place in places]
 
-    def _fill_each(self, followed: list[tuple[int, int, _Followed]], bitmasks: Int32Array) -> None:
-        for row, uid, one in followed:
+    def _fill_each(self, filling: list[_Filling], bitmasks: Int32Array) -> list[_Filling]:
+        suspects: list[_Filling] = []
+        for row, uid, one in filling:
             used_s = time.thread_time()
+            is_sound = False
             try:
-                self._library.fill([(one.matcher, row)], bitmasks)
+                is_sound = not self._library.fill([(one.matcher, row)], bitmasks)
             except BaseException as error:
                 _note_broken(uid, one, error)
             self._charge(one, time.thread_time() - used_s)
+            if not is_sound or one.is_too_slow:
+                suspects.append((row, uid, one))
+        return suspects
 
     def _charge(self, followed: _Followed, seconds: float) -> None:
         if seconds > _SLOW_S:
@@ -217,16 +259,19 @@ class StructuredOutputs:
         self._followed[uid] = _Followed(matcher, outcome)
         return None
 
-    def _faults_of(self, uid: int, followed: _Followed) -> list[Fault]:
-        """At most one, after which the request is not followed any more."""
-        error = _error_of(uid, followed)
-        if error is None:
-            return []
-        del self._followed[uid]
-        # All matchers of a rule share what the library learnt of it, and may share the fault:
-        # once it knows as many states as it may, every one that needs another fails.
-        self._compiler.drop(followed.rule)
-        return [(uid, error)]
+    def _faults_of(self, suspects: Iterable[_Suspect]) -> list[Fault]:
+        """A request with a fault is not followed any more."""
+        faults: list[Fault] = []
+        for uid, followed in suspects:
+            error = _error_of(uid, followed)
+            if error is None:
+                continue
+            faults.append((uid, error))
+            del self._followed[uid]
+            # All matchers of a rule share what the library learnt of it, and may share the fault:
+            # once it knows as many states as it may, every one that needs another fails.
+            self._compiler.drop(followed.rule)
+        return faults
 
 
 def _error_of(uid: int, followed: _Followed) -> ServingError | None:
@@ -243,7 +288,7 @@ def _error_of(uid: int, followed: _Followed) -> ServingError | None:
         if is_limit:
             return InvalidArgumentError("structured_output", f"is too complex to follow: {message}")
         return ServingError(f"the structured output could not be followed: {message}")
-    if followed.excess_s > _MOST_EXCESS_S:
+    if followed.is_too_slow:
         return InvalidArgumentError(
             "structured_output",
             f"takes more than {1e3 * _SLOW_S:g} ms to follow by a token; simplify it",

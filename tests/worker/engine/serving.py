@@ -88,7 +88,11 @@ class Server:
     def _provide_masks(self, plan: StepPlan, handle: StepHandle) -> None:
         if len(plan.masked):
             assert self._masks is not None
-            handle.provide_masks(self._masks(plan))
+            masks, buffer = self._masks(plan), handle.mask_buffer()
+            if buffer is not None:
+                buffer[: len(masks)] = masks
+                masks = buffer[: len(masks)]
+            handle.provide_masks(masks)
 
     def _record(self, output: StepOutput) -> None:
         for logprobs in output.logprobs:

@@ -19,9 +19,11 @@ def rule(token_ids: Sequence[int]) -> StructuredOutput:
 
 
 class FakeLibrary:
-    """`log` holds ("fill", tokens accepted by the matcher so far) for each mask."""
+    """`log` holds ("fill", tokens accepted by the matcher so far) for each mask, and
+    ("accept", how many at a time) for tokens that are accepted together."""
 
-    def __init__(self, vocab_size: int, eos: int, *, gated: bool = False) -> None:
+    def __init__(self, vocab_size: int, eos: int, *, gated: bool = False, threads: int = 1) -> None:
+        self.threads = threads
         self._vocab_size = vocab_size
         self._eos = eos
         self.gate = threading.Event()
@@ -37,6 +39,8 @@ class FakeLibrary:
         self.matchers_left = 1 << 20
         # (where, first token of the rule): what is raised there.
         self.broken: dict[tuple[str, int], BaseException] = {}
+        # What accepting together raises once the first has accepted.
+        self.panic: BaseException | None = None
         self.rule_bytes = 1000
 
     @property
@@ -58,7 +62,18 @@ class FakeLibrary:
         if error is not None:
             raise error
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
+    def accept(self, tokens: Sequence[tuple[Matcher, int]]) -> list[int]:
+        self.log.append(("accept", len(tokens)))
+        faulty = []
+        for place, (matcher, token_id) in enumerate(tokens):
+            assert isinstance(matcher, FakeMatcher)
+            if not matcher.accept_safely(token_id):
+                faulty.append(place)
+            if self.panic is not None:
+                raise self.panic
+        return faulty
+
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> list[int]:
         for matcher, row in matchers:
             assert isinstance(matcher, FakeMatcher)
             self.stumble("fill", matcher.token_ids)
@@ -66,6 +81,7 @@ class FakeLibrary:
             wanted = [*matcher.token_ids, self._eos][len(matcher.accepted)]
             bitmasks[row] = 0
             bitmasks[row, wanted // 32] = np.uint32(1 << wanted % 32).astype(np.int32)
+        return [i for i, (matcher, _) in enumerate(matchers) if matcher.fault() is not None]
 
 
 class FakeRule:
@@ -94,12 +110,24 @@ class FakeMatcher:
         self._library = library
         self.token_ids = token_ids
         self.accepted: list[int] = []
+        self._is_broken = False
 
-    def accept(self, token_id: int) -> None:
+    def accept(self, token_id: int) -> bool:
         self._library.stumble("accept", self.token_ids)
         self.accepted.append(token_id)
+        return self.fault() is None
+
+    def accept_safely(self, token_id: int) -> bool:
+        """As the library's own threads do: what one raises is its fault."""
+        try:
+            return self.accept(token_id)
+        except BaseException:
+            self._is_broken = True
+            return False
 
     def fault(self) -> tuple[str, bool] | None:
+        if self._is_broken:
+            return "broken", False
         self._library.stumble("fault", self.token_ids)
         if len(self.accepted) >= self._library.limit:
             return "too many tokens", True

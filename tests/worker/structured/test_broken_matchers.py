@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from shared.errors import Code
@@ -22,9 +23,9 @@ class Panic(BaseException):
 ERRORS = [RuntimeError("secret"), MemoryError("secret"), Panic("secret")]
 
 
-@pytest.fixture
-def grammars() -> FakeLibrary:
-    return FakeLibrary(INFO.vocab_size, EOS)
+@pytest.fixture(params=[1, 2], ids=["one by one", "side by side"])
+def grammars(request: pytest.FixtureRequest) -> FakeLibrary:
+    return FakeLibrary(INFO.vocab_size, EOS, threads=request.param)
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "serial"])
@@ -99,6 +100,47 @@ def test_the_others_accept_their_tokens(
     bitmasks, faults = outputs.fill([2, 3])
     assert not faults
     assert [ids_of(row) for row in bitmasks] == [{EOS}, {EOS}]
+
+
+def test_all_end_when_nobody_knows_who_has_accepted(
+    outputs: StructuredOutputs, grammars: FakeLibrary
+) -> None:
+    grammars.threads = 2
+    grammars.panic = Panic("secret")
+    faults = outputs.accept([(2, GOOD), (3, OTHER)])
+    assert [(uid, error.code) for uid, error in faults] == [
+        (2, Code.INTERNAL),
+        (3, Code.INTERNAL),
+    ]
+    assert not any("secret" in error.message for _, error in faults)
+    # It was not asked.
+    _, faults = outputs.fill([1])
+    assert not faults
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tokens_are_accepted_together_where_there_are_threads_for_it(
+    outputs: StructuredOutputs, grammars: FakeLibrary, threads: int
+) -> None:
+    grammars.threads = threads
+    assert not outputs.accept([(1, BROKEN), (2, GOOD), (7, OTHER)])
+    assert not outputs.accept([(3, OTHER)])
+    assert grammars.log == ([("accept", 2)] if threads > 1 else [])
+    bitmasks, _ = outputs.fill([1, 2, 3])
+    assert [ids_of(row) for row in bitmasks] == [{EOS}] * 3
+
+
+def test_masks_are_written_where_they_are_wanted_and_nowhere_else(
+    outputs: StructuredOutputs, grammars: FakeLibrary
+) -> None:
+    grammars.broken["fill", BROKEN] = RuntimeError("no mask")
+    wanted = np.full((6, grammars.mask_words), 5, np.int32)
+    bitmasks, _ = outputs.fill([3, 7, 1, 2], wanted)
+    assert np.shares_memory(bitmasks, wanted) and len(bitmasks) == 4
+    assert ids_of(wanted[0]) == {OTHER}
+    assert (wanted[1:3] == -1).all()
+    assert ids_of(wanted[3]) == {GOOD}
+    assert (wanted[4:] == 5).all()
 
 
 def test_what_ends_the_process_is_not_taken_for_a_fault_of_the_matcher(

@@ -39,13 +39,13 @@ def engine(folder: Path) -> Iterator[CpuEngine]:
 
 @pytest.fixture(scope="module")
 def mixed(engine: CpuEngine) -> Outcome:
-    """All the schemas, and free requests between them, in one batch."""
+    """All the schemas, and free requests between them, in one batch, side by side."""
     requests = [
         request
         for i in range(NUM_SCHEMAS)
         for request in (schema_request(i), free_request(i))[: 1 + (i % 5 == 0)]
     ]
-    return run(engine, GRAMMARS, requests)
+    return run(engine, library(threads=3), requests)
 
 
 def schema_request(seed: int) -> NewRequest:

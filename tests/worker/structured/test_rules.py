@@ -13,6 +13,7 @@ from tests.worker.structured.vocabulary import (
     VOCAB_SIZE,
     allowed,
     encode,
+    ids_of,
     library,
     tokenizer,
 )
@@ -220,6 +221,24 @@ def test_masks_are_the_same_filled_side_by_side() -> None:
         grammars.fill(matchers, bitmasks)
         masks.append(bitmasks)
     assert np.array_equal(masks[0], masks[1])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tokens_accepted_together_are_each_ones_own(threads: int) -> None:
+    grammars = library(threads=threads)
+    compiled = grammars.compile(regex("(a|b){3}|c+"))
+    tokens = [encode(letter)[0] for letter in "abxc" * 5]
+    matchers = [compiled.matcher() for _ in tokens]
+    faulty = grammars.accept(list(zip(matchers, tokens, strict=True)))
+    assert faulty == list(range(2, 20, 4))
+    assert [i for i, matcher in enumerate(matchers) if matcher.fault()] == faulty
+    bitmasks = np.zeros((len(tokens), grammars.mask_words), np.int32)
+    assert grammars.fill([(one, i) for i, one in enumerate(matchers)], bitmasks) == faulty
+    for i, token_id in enumerate(tokens):
+        if i not in faulty:
+            alone = compiled.matcher()
+            assert alone.accept(token_id)
+            assert ids_of(bitmasks[i]) == allowed(grammars, alone)
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_is_refused() -> None:

@@ -17,13 +17,14 @@ MANY = 200
 class SlowLibrary(FakeLibrary):
     """Computes for 50 ms for each mask of a rule that begins with SLOW_TOKEN."""
 
-    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> None:
-        super().fill(matchers, bitmasks)
+    def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> list[int]:
+        faulty = super().fill(matchers, bitmasks)
         for matcher, _ in matchers:
             assert isinstance(matcher, FakeMatcher)
             end = time.thread_time() + 0.05
             while matcher.token_ids[0] == SLOW_TOKEN and time.thread_time() < end:
                 pass
+        return faulty
 
 
 def test_a_rule_that_is_slow_to_follow_is_given_up_and_its_mate_goes_on() -> None:

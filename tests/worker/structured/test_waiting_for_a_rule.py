@@ -3,12 +3,14 @@
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from shared.errors import Code
 from shared.types import FinishReason
 from tests.worker.running_loop import EOS, INFO, Running, failed, finished
 from tests.worker.structured.fake_library import NONSENSE, FakeLibrary, rule
+from tests.worker.structured.vocabulary import ids_of
 from worker.messages import Abort, Fatal, Heartbeat, Stop
 
 # What must not wait for the half second until the next heartbeat.
@@ -68,6 +70,14 @@ def test_each_mask_is_made_after_all_earlier_tokens(serving: Serving) -> None:
     serving.submit(1, [5, 6, 7], structure=rule([5, 6, 7]))
     serving.end_of(1)
     assert serving.grammars.log == [("fill", 0), ("fill", 1), ("fill", 2), ("fill", 3)]
+
+
+def test_masks_are_written_where_the_step_wants_them(serving: Serving) -> None:
+    buffer = np.zeros((4, serving.grammars.mask_words), np.int32)
+    serving.engine.mask_buffer = buffer
+    serving.submit(1, [5], max_tokens=1, structure=rule([5]))
+    serving.end_of(1)
+    assert ids_of(buffer[0]) == {5}
 
 
 def test_under_overlap_a_mask_is_made_while_its_step_runs() -> None:

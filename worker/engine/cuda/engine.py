@@ -190,6 +190,14 @@ class CudaEngine:
             return EngineLostError(_CONTEXT_LOST)
         return EngineError("the step failed on the device")
 
+    def mask_buffer(self) -> Int32Array | None:
+        """Pinned memory from which masks need not be copied once more; any step's that waits."""
+        try:
+            return self._featured.masks.buffer()
+        except RuntimeError:
+            # Met again, as that step's fault, when its masks are provided.
+            return None
+
     def draw_masked(self, undrawn: Undrawn, bitmasks: Int32Array, results: Results) -> None:
         """Queues the rest of a step that waited for masks. Raises EngineError."""
         self._check_usable()

@@ -40,6 +40,8 @@ class StepQueue(Protocol):
 
     def fault(self, error: RuntimeError) -> EngineError: ...
 
+    def mask_buffer(self) -> Int32Array | None: ...
+
     def draw_masked(self, undrawn: Undrawn, bitmasks: Int32Array, results: Results) -> None:
         """Queues the rest of a step that waited for masks. Raises EngineError."""
         ...
@@ -65,6 +67,9 @@ class CudaStep:
     def failed(self, error: EngineError) -> None:
         """It ends so in its turn."""
         self._error = error
+
+    def mask_buffer(self) -> Int32Array | None:
+        return self._queue.mask_buffer()
 
     def provide_masks(self, bitmasks: Int32Array) -> None:
         if self._error is not None:

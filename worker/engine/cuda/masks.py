@@ -18,8 +18,16 @@ class Masks:
         self.words = torch.zeros(size, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
         self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
+        self._written: Int32Array = self._pinned.numpy()
         self._copied = torch.cuda.Event() if is_cuda else None
         self._read = torch.cuda.Event() if is_cuda else None
+
+    def buffer(self) -> Int32Array:
+        """The pinned memory, to be written and then provided. RuntimeError: the device failed."""
+        assert self._copied is not None
+        # The last step's masks; they are over unless it failed.
+        self._copied.synchronize()
+        return self._written
 
     def provide(
         self,
@@ -29,13 +37,13 @@ class Masks:
     ) -> None:
         """Queues the copy, and that the engine's stream waits for it; returns at once.
 
-        The reader calls `was_read` when it has queued its reading.
+        `bitmasks` are the first rows of `buffer`, or are copied there. The reader calls
+        `was_read` when it has queued its reading.
         """
         assert self._copied is not None and self._read is not None
-        # The last step's masks; it is over unless it failed.
-        self._copied.synchronize()
         count = len(bitmasks)
-        self._pinned.numpy()[:count] = bitmasks
+        if bitmasks.ctypes.data != self._pinned.data_ptr():
+            self.buffer()[:count] = bitmasks
         with torch.cuda.stream(scheduler_stream):
             scheduler_stream.wait_event(self._read)
             self.words[:count].copy_(self._pinned[:count], non_blocking=True)
