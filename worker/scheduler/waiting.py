@@ -81,7 +81,10 @@ class WaitingQueue:
 
     def _join(self, request: Request) -> "_Level":
         self._len += 1
-        level = self._levels.setdefault(request.new.priority, _Level())
+        level = self._levels.get(request.new.priority)
+        if level is None:
+            # Two heaps: too much to make for every request in case it is the first.
+            level = self._levels[request.new.priority] = _Level()
         level.join(request)
         return level
 
