@@ -38,7 +38,7 @@ class GrammarLibrary(Protocol):
 
     @property
     def threads(self) -> int:
-        """How many matchers are worked on at a time where several are given."""
+        """How many matchers are worked on at a time where several are given, at most."""
         ...
 
     @property

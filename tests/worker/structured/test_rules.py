@@ -223,12 +223,13 @@ def test_masks_are_the_same_filled_side_by_side() -> None:
     assert np.array_equal(masks[0], masks[1])
 
 
+@pytest.mark.parametrize("texts", [["(a|b){3}|c+"], ["(a|b){3}|c+", "(a|b){2}|c+"]], ids=len)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_tokens_accepted_together_are_each_ones_own(threads: int) -> None:
+def test_tokens_accepted_together_are_each_ones_own(threads: int, texts: list[str]) -> None:
     grammars = library(threads=threads)
-    compiled = grammars.compile(regex("(a|b){3}|c+"))
+    rules = [grammars.compile(regex(text)) for text in texts]
     tokens = [encode(letter)[0] for letter in "abxc" * 5]
-    matchers = [compiled.matcher() for _ in tokens]
+    matchers = [rules[i % len(rules)].matcher() for i in range(len(tokens))]
     faulty = grammars.accept(list(zip(matchers, tokens, strict=True)))
     assert faulty == list(range(2, 20, 4))
     assert [i for i, matcher in enumerate(matchers) if matcher.fault()] == faulty
@@ -236,7 +237,7 @@ def test_tokens_accepted_together_are_each_ones_own(threads: int) -> None:
     assert grammars.fill([(one, i) for i, one in enumerate(matchers)], bitmasks) == faulty
     for i, token_id in enumerate(tokens):
         if i not in faulty:
-            alone = compiled.matcher()
+            alone = rules[i % len(rules)].matcher()
             assert alone.accept(token_id)
             assert ids_of(bitmasks[i]) == allowed(grammars, alone)
 
