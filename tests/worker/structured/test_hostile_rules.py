@@ -8,15 +8,16 @@ import pytest
 
 from shared.errors import Code, InvalidArgumentError, ServingError
 from shared.types import StructuredOutput, StructureKind
-from tests.worker.structured.vocabulary import EOS_IDS, ids_of, library
+from tests.worker.structured.vocabulary import EOS_IDS, encode, ids_of, library
 from worker.structured.outputs import StructuredOutputs
 
-GRAMMARS = library()
+GRAMMARS = library(threads=2)
 # On a machine that does other things beside; the longest takes half a second.
 MOST_COMPILE_S = 10.0
 MOST_STEPS_S = 10.0
 NUM_STEPS = 60
-UID = 1
+UID, MATE_UID = 1, 2
+(A,) = encode("a")
 
 
 def schema(text: str) -> StructuredOutput:
@@ -86,18 +87,25 @@ RULES = {
 
 
 class Completion:
-    """One request that obeys a rule, its tokens drawn at random from the masks."""
+    """One request that obeys a rule, its tokens drawn at random from the masks; beside it
+    another, of a simple rule."""
 
-    def __init__(self) -> None:
+    def __init__(self, structure: StructuredOutput) -> None:
         self.outputs = StructuredOutputs(
-            GRAMMARS, cache_entries=4, timeout_s=60.0, max_rows=1, wake=lambda: None
+            GRAMMARS, cache_entries=4, timeout_s=60.0, max_rows=2, wake=lambda: None
         )
         self._rng = np.random.default_rng(0)
+        waiting = {UID, MATE_UID}
+        for uid, rule in ((UID, structure), (MATE_UID, regex("a*"))):
+            assert not self.outputs.begin(uid, rule, 0.0)
+        while waiting:
+            waiting -= {uid for uid, error in self.outputs.take_ready(0.0) if not error}
 
     def run(self, num_steps: int) -> ServingError | None:
         """The fault that ended it, if one did; otherwise it is as far as it can be."""
         for _ in range(num_steps):
-            bitmasks, faults = self.outputs.fill([UID])
+            bitmasks, faults = self.outputs.fill([UID, MATE_UID])
+            assert ids_of(bitmasks[1]) >= {A, *EOS_IDS}
             if not faults:
                 ids = ids_of(bitmasks[0])
                 # As long as it can go on, it does.
@@ -105,9 +113,11 @@ class Completion:
                 token_id = int(self._rng.choice(sorted(ids)))
                 if token_id in EOS_IDS:
                     return None
-                faults = self.outputs.accept([(UID, token_id)])
+                faults = self.outputs.accept([(UID, token_id), (MATE_UID, A)])
             if faults:
-                return faults[0][1]
+                ((uid, error),) = faults
+                assert uid == UID
+                return error
         return None
 
 
@@ -121,10 +131,7 @@ def test_a_hostile_rule_is_refused_or_followed_in_bounded_time(name: str) -> Non
         return
     finally:
         assert time.monotonic() - began_at < MOST_COMPILE_S
-    completion = Completion()
-    while not completion.outputs.take_ready(0.0):
-        if completion.outputs.begin(UID, RULES[name], 0.0):
-            break
+    completion = Completion(RULES[name])
     began_at = time.monotonic()
     fault = completion.run(NUM_STEPS)
     assert time.monotonic() - began_at < MOST_STEPS_S
