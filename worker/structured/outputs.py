@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 
 import numpy as np
 
@@ -126,7 +125,7 @@ class StructuredOutputs:
 
     def forget(self, is_live: Callable[[int], bool]) -> None:
         """Drops what belongs to requests that have ended."""
-        for uid in list(filterfalse(is_live, self._followed)):
+        for uid in [uid for uid in self._followed if not is_live(uid)]:
             del self._followed[uid]
         self._compiler.forget(is_live)
 
