@@ -46,7 +46,7 @@ from worker.engine.cuda.staging import (
     padding_block,
 )
 from worker.engine.cuda.step_kernels import begin_step, expand_tokens
-from worker.engine.cuda.warm_up import dummy_plan, featured_plan
+from worker.engine.cuda.warm_up import dummy_plan, featured_plan, masked_plan
 from worker.models.decoder import Decoder
 from worker.step import EngineInfo, Int32Array, StepPlan
 
@@ -146,6 +146,7 @@ class CudaEngine:
             dummy_plan(dummy_row, num_decode=0),
             dummy_plan(dummy_row, num_decode=1),
             featured_plan(dummy_row),
+            masked_plan(dummy_row),
         ):
             step = self.launch(plan)
             if len(plan.masked):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from worker.engine.cuda.logits import as_words
+from worker.engine.cuda.logits import MaskedRows, as_words
 from worker.engine.cuda.logprobs import Logprobs, entry_words, from_words
 from worker.engine.cuda.masks import Masks
-from worker.engine.cuda.packing import ENTRY_FIELDS, PLAN_ROW, Features
+from worker.engine.cuda.packing import ENTRY_FIELDS, MASK, PLAN_ROW, Features
 from worker.engine.cuda.row_params import RowParams
 from worker.engine.cuda.row_state import RowState
 from worker.engine.cuda.sampling import Sampler
@@ -130,6 +130,22 @@ class FeaturedSampling:
         count = step.features.num_entries
         entries = step.words[step.features.entries].view(ENTRY_FIELDS, -1)
         block = drawn.row_block.index_select(1, entries[PLAN_ROW])
+        params = RowParams.of_block(block)
+        if step.features.num_adjusted:
+            logits, masked = self._adjust(step, drawn, entries, block), None
+        else:
+            logits = drawn.logits
+            masked = MaskedRows(entries[PLAN_ROW, :count], entries[MASK], self.masks.words)
+        self._sampler.sample(
+            logits, params, block[WRITE_ROWS], drawn.token_pool, self._drawn, masked
+        )
+        self._state.count(self._drawn, drawn.token_ids, entries, count, block[ROWS])
+
+    def _adjust(
+        self, step: FeaturedStep, drawn: Drawn, entries: torch.Tensor, block: torch.Tensor
+    ) -> torch.Tensor:
+        """What the entries draw from, float32, their masks applied."""
+        count = step.features.num_entries
         adjusted = self.last_adjusted(count)
         self._state.adjust(
             adjusted,
@@ -140,10 +156,7 @@ class FeaturedSampling:
             positions=block[POSITIONS],
             masks=self.masks.words,
         )
-        self._sampler.sample(
-            adjusted, RowParams.of_block(block), block[WRITE_ROWS], drawn.token_pool, self._drawn
-        )
-        self._state.count(self._drawn, drawn.token_ids, entries, count, block[ROWS])
+        return adjusted
 
 
 def _pinned(num_entries: int, num_top: int) -> torch.Tensor:

@@ -1,8 +1,21 @@
 """How kernels read logits: the model's own, which are bfloat16, or adjusted ones, float32."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """Draws from some of the rows of logits, each under a mask of what is permitted."""
+
+    # int32 [num_draws]: which row of the logits, and which of the masks.
+    rows: torch.Tensor
+    mask_indices: torch.Tensor
+    # int32 [any, mask words]: a bit for each token.
+    masks: torch.Tensor
 
 
 def as_words(logits: torch.Tensor) -> torch.Tensor:
@@ -23,6 +36,13 @@ def load_logits(pointers, mask):  # type: ignore[no-untyped-def]
         return tl.load(pointers, mask, 0.0)
     else:
         return value_of_bits(tl.load(pointers, mask, 0))
+
+
+@triton.jit
+def is_permitted(mask, token, exists):  # type: ignore[no-untyped-def]
+    """Whether a mask, one bit for each token, has those of these tokens."""
+    word = tl.load(mask + token // 32, exists, 0)
+    return ((word >> (token % 32)) & 1) != 0
 
 
 @triton.jit

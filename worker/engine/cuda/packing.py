@@ -39,7 +39,8 @@ class Features:
     # [ENTRY_FIELDS, num_entries and padding]
     entries: slice
     num_entries: int
-    num_masked: int
+    # Of them, how many have an opening.
+    num_adjusted: int
     # Indices of the plan's rows whose token's log-probability is wanted.
     logprob_rows: slice
     num_top: int
@@ -73,7 +74,7 @@ def pack(plan: StepPlan, vocab_size: int) -> Features | None:
         num_openings=len(plan.openings),
         longest_opening=max((len(one.token_ids) for one in plan.openings), default=0),
         num_entries=num_entries,
-        num_masked=len(plan.masked),
+        num_adjusted=len(plan.adjusted),
         num_top=asked.num_top if asked else 0,
         num_prompt_top=asked.num_prompt_top if asked else 0,
         **places,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from worker.engine.cuda import packing
-from worker.engine.cuda.logits import load_logits
+from worker.engine.cuda.logits import is_permitted, load_logits
 from worker.engine.cuda.packing import Features
 
 # The most that a request may ask for.
@@ -203,12 +203,6 @@ def _param(settings, row, field):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_set(mask, token, exists):  # type: ignore[no-untyped-def]
-    word = tl.load(mask + token // 32, exists, 0)
-    return ((word >> (token % 32)) & 1) != 0
-
-
-@triton.jit
 def _adjusted(  # type: ignore[no-untyped-def]
     x, bias, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
 ):
@@ -228,7 +222,7 @@ def _adjusted(  # type: ignore[no-untyped-def]
     x = x - (frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0))
     early = (position < _param(settings, row, _MIN_LEN)).to(tl.int64)
     mask = permitted + (row * 2 + early) * num_words
-    return tl.where(_is_set(mask, token, exists), x, float("-inf"))
+    return tl.where(is_permitted(mask, token, exists), x, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_padded"])
@@ -260,7 +254,7 @@ def _adjust_kernel(  # type: ignore[no-untyped-def]
         )
     index = tl.load(entries + _MASK * num_padded + entry)
     if index >= 0:
-        x = tl.where(_is_set(masks + index * num_words, token, exists), x, float("-inf"))
+        x = tl.where(is_permitted(masks + index * num_words, token, exists), x, float("-inf"))
     tl.store(out + entry.to(tl.int64) * vocab_size + token, x, exists)
 
 
@@ -299,7 +293,7 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     )
     index = tl.load(entries + _MASK * num_padded + entry)
     if index >= 0:
-        x = tl.where(_is_set(masks + index * num_words, token, exists), x, float("-inf"))
+        x = tl.where(is_permitted(masks + index * num_words, token, exists), x, float("-inf"))
     tl.store(out + entry.to(tl.int64) * vocab_size + token, x, exists)
 
 
