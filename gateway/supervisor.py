@@ -33,6 +33,7 @@ from gateway.shared_port import reserved_port
 from shared.exporter import metrics_exporter
 from shared.merged_metrics import FOLDER_VARIABLE, forget_gauges, merged_registry
 from shared.metrics import SupervisorMetrics
+from shared.tasks import TaskSet
 
 EXIT_FAILED = 1
 
@@ -185,17 +186,12 @@ class Supervisor:
             theirs.close()
             child = _Child(process, time.monotonic(), *await asyncio.open_connection(sock=ours))
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    attendance = (
-                        tasks.create_task(self._admit(slot, child)),
-                        tasks.create_task(self._watch(slot, child)),
-                    )
-                    ended = await self._wait(slot, child)
-                    for attending in attendance:
-                        attending.cancel()
+                async with TaskSet() as tasks:
+                    tasks.start(self._admit(slot, child), name=f"admit {slot}")
+                    tasks.start(self._watch(slot, child), name=f"watch {slot}")
+                    return await self._wait(slot, child)
             finally:
                 child.says.close()
-            return ended
 
     async def _admit(self, slot: int, child: _Child) -> None:
         """Lets a process listen, together with the other first ones."""
