@@ -57,7 +57,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a process that died is started anew, and when none is any more."""
+    """When a process is started anew: after it died, or hung; and when none is any more."""
 
     # One that lived this long was well.
     settled_s: float = 5.0
@@ -107,7 +107,8 @@ class Supervisor:
         on_loss: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`command` is that of a slot; the signals `forwarded` are handed on to all that are
-        able: before that, a process has no ear for them yet, and they would end it.
+        able and not to stop: before and after that, one may have no ear for them, and they
+        would end it.
 
         `on_change` is told how many processes run now, `on_loss` the slot of one that
         ended by itself, before it is started anew.
@@ -262,6 +263,9 @@ class Supervisor:
             child.send_signal(number)
 
     def _forward(self, number: int) -> None:
+        if self._stop.is_set():
+            # One that ends has no ear for it any more, and it would look like a failure.
+            return
         for child in self._children.values():
             if child.able.is_set():
                 child.send_signal(number)
