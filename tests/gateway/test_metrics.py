@@ -1,7 +1,6 @@
 """What the gateway counts can be read from its metrics port."""
 
 import asyncio
-import socket
 import urllib.request
 
 import grpc
@@ -10,12 +9,7 @@ from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.answers import collect, collect_all
 from tests.gateway.client import text
 from tests.gateway.conftest import MakeWorker, StartGateway, StartQuietTwo
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+from tests.ports import free_port
 
 
 def read(port: int) -> dict[str, float]:

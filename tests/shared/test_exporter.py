@@ -9,13 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.exporter import metrics_exporter
 from shared.metrics import GatewayMetrics
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+from tests.ports import free_port
 
 
 def scrape(url: str) -> bytes:
