@@ -61,7 +61,9 @@ LEAVING = """
 import os, signal, sys, time
 def leave(*_):
     open(sys.argv[1], "a").write("l")
-    time.sleep(0.2)
+    for _ in range(10):
+        os.write(0, b".")
+        time.sleep(0.02)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 open(sys.argv[1], "a").write("x")
