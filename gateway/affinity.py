@@ -55,7 +55,7 @@ class PrefixMemory:
     """
 
     def __init__(self, max_sent: int = 8192, max_told: int = 16384) -> None:
-        """Workers of ours tell of 2048 prefixes, those that were used last first."""
+        """Of what it is told, the first `max_told`: a worker tells of 2048, the freshest first."""
         self._max_sent = max_sent
         self._max_told_bytes = max_told * FINGERPRINT_BYTES
         self._told: frozenset[int] = frozenset()
@@ -66,7 +66,7 @@ class PrefixMemory:
         if not fingerprints:
             self.forget()
             return
-        # As much more as any worker has use for would take the event loop seconds.
+        # A message that is full of them would take the event loop seconds.
         num_bytes = min(len(fingerprints), self._max_told_bytes)
         whole = num_bytes // FINGERPRINT_BYTES * FINGERPRINT_BYTES
         self._told = frozenset(

@@ -115,7 +115,9 @@ class GatewayConfig(BaseSettings):
         default=4096, ge=1, description="most requests at once, in each process"
     )
     max_message_bytes: int = Field(
-        default=MAX_MESSAGE_BYTES, ge=1 << 16, description="gRPC message cap"
+        default=MAX_MESSAGE_BYTES,
+        ge=1 << 16,
+        description="gRPC message cap; towards workers never less than the default",
     )
     max_prompt_bytes: int = Field(default=8 << 20, ge=1, description="most bytes of text to encode")
     max_delta_tokens: int = Field(default=1024, ge=1, description="most tokens in one delta")

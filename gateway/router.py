@@ -63,7 +63,7 @@ class Router:
         candidates = self._candidates(model, tried)
         if not candidates:
             raise no_worker_error()
-        if preferred in candidates:
+        if preferred in candidates and len(candidates) > 1:
             link, reason = preferred, Reason.PREFIX
         else:
             link, reason = self._chooser.choose(candidates, prompt, self._clock())

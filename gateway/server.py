@@ -86,13 +86,11 @@ async def serve(
     With a `turn` it is one of several processes that share the port.
     """
     tokens = _tokens(config)
-    # A parent passes the signal on, which must then not be the end.
-    rereads = bool(config.tokens_file) or turn is not None
     with (
         # Their parent says when to stop, and when that must be at once.
         shutdown_event(second_kills=turn is None) as stop,
         # From before its turn to the end of the drain, for a hang-up must not cut that short.
-        hang_ups(tokens.look_again) if rereads else nullcontext(),
+        hang_ups(tokens.look_again) if config.tokens_file else nullcontext(),
     ):
         async with running_gateway(
             config,

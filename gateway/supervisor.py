@@ -33,6 +33,7 @@ from gateway.shared_port import reserved_port
 from shared.exporter import metrics_exporter
 from shared.merged_metrics import FOLDER_VARIABLE, forget_gauges, merged_registry
 from shared.metrics import SupervisorMetrics
+from shared.tasks import TaskSet
 
 EXIT_FAILED = 1
 
@@ -56,7 +57,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When a process that died is started anew, and when none is any more."""
+    """When a process is started anew: after it died, or hung; and when none is any more."""
 
     # One that lived this long was well.
     settled_s: float = 5.0
@@ -106,7 +107,8 @@ class Supervisor:
         on_loss: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`command` is that of a slot; the signals `forwarded` are handed on to all that are
-        able: before that, a process has no ear for them yet, and they would end it.
+        able and not to stop: before and after that, one may have no ear for them, and they
+        would end it.
 
         `on_change` is told how many processes run now, `on_loss` the slot of one that
         ended by itself, before it is started anew.
@@ -185,17 +187,12 @@ class Supervisor:
             theirs.close()
             child = _Child(process, time.monotonic(), *await asyncio.open_connection(sock=ours))
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    attendance = (
-                        tasks.create_task(self._admit(slot, child)),
-                        tasks.create_task(self._watch(slot, child)),
-                    )
-                    ended = await self._wait(slot, child)
-                    for attending in attendance:
-                        attending.cancel()
+                async with TaskSet() as tasks:
+                    tasks.start(self._admit(slot, child), name=f"admit {slot}")
+                    tasks.start(self._watch(slot, child), name=f"watch {slot}")
+                    return await self._wait(slot, child)
             finally:
                 child.says.close()
-            return ended
 
     async def _admit(self, slot: int, child: _Child) -> None:
         """Lets a process listen, together with the other first ones."""
@@ -266,6 +263,9 @@ class Supervisor:
             child.send_signal(number)
 
     def _forward(self, number: int) -> None:
+        if self._stop.is_set():
+            # One that ends has no ear for it any more, and it would look like a failure.
+            return
         for child in self._children.values():
             if child.able.is_set():
                 child.send_signal(number)

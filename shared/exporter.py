@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -32,6 +32,12 @@ class _Server(ThreadingMixIn, WSGIServer):
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         super().__init__((str(address[0]), port), _QuietHandler)
+
+    def server_bind(self) -> None:
+        # The base's asks DNS for the name of its address, and a start would wait for the answer.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
 
 
 @contextmanager

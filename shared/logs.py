@@ -56,7 +56,7 @@ def request_logging(request_id: str) -> Iterator[None]:
 
 
 def _tells_no_metadata(record: logging.LogRecord) -> bool:
-    """Not that metadata is no UTF-8: gRPC shows it as it came, and it may be a token."""
+    """Keeps back gRPC's complaint of metadata that is no UTF-8: it quotes what may be a token."""
     return not str(record.msg).startswith("Invalid encoding")
 
 

@@ -15,8 +15,8 @@ _Stamp: TypeAlias = tuple[int, int, int] | None
 class Reloading(Generic[_T]):
     """What was read from some files, read again when one of them has changed.
 
-    Files that are broken leave the old value in force, are complained of once, and are tried
-    again whether or not they change: what was wrong may lie elsewhere.
+    Files that are broken leave the old value in force and are tried again whether or not they
+    change: what was wrong may lie elsewhere. They are complained of once, and to whoever asks.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class Reloading(Generic[_T]):
     def refresh(self, *, always: bool = False) -> bool:
         """Whether `value` is new. Reads the disk; may be called from any thread.
 
-        With `always` the files are read even if none seems to have changed.
+        With `always`, because somebody asked, the files are read even if none seems to have
+        changed, and complained of even if nothing else is wrong with them than before.
         """
         stamps = self._stamp()
         if stamps == self._stamps and not always:
@@ -45,7 +46,7 @@ class Reloading(Generic[_T]):
         try:
             self.value = self._load()
         except SettingsError as error:
-            if str(error) != self._problem:
+            if always or str(error) != self._problem:
                 self._problem = str(error)
                 self._on_problem(error)
             return False

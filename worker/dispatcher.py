@@ -205,7 +205,7 @@ class Dispatcher:
         self._availability.silent_s = silent_s
         self.state.notify()
 
-    def on_engine_lost(self, reason: str) -> None:
+    def on_engine_lost(self) -> None:
         self._availability.engine_is_lost()
         self._load = Load()
         self._metrics.engine_losses.inc()

@@ -315,7 +315,7 @@ class EngineLoop:
             result = launched.handle.result()
         except EngineError as error:
             _log.exception("step %d failed", plan.step_id)
-            self._scheduler.fail(plan, error, time.monotonic())
+            self._scheduler.fail(plan, error)
             if isinstance(error, EngineLostError):
                 # Told first, so that the step's requests end with what happened to them.
                 self._tell()

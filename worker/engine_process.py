@@ -46,7 +46,7 @@ class EngineListener(Protocol):
         """No sign of it for too long; the next event ends this."""
         ...
 
-    def on_engine_lost(self, reason: str) -> None:
+    def on_engine_lost(self) -> None:
         """The process is gone, and with it every request it had."""
         ...
 
@@ -216,11 +216,11 @@ class EngineSupervisor:
     def _mourn(self, process: BaseProcess, listener: EngineListener) -> None:
         was_ready, self._is_ready = self._is_ready, False
         if self._is_stopping:
-            listener.on_engine_lost("the worker is shutting down")
+            listener.on_engine_lost()
             return
         reason = self._fatal or f"the engine process died ({_ending(process)})"
         _log.error("engine lost", reason=reason, exit_code=process.exitcode)
-        listener.on_engine_lost(reason)
+        listener.on_engine_lost()
         # Asked for something impossible: starting it again would change nothing.
         if not was_ready and process.exitcode == EXIT_BAD_CONFIGURATION:
             raise EngineStartError(reason, is_configuration=True)

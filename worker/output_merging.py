@@ -9,7 +9,7 @@ import numpy as np
 from worker.messages import Event, Heartbeat, StepOutput
 
 # Of steps in one message, and of their entries of log-probabilities, so that none takes its
-# receiver long: 20 ms, and less than 2 MB of what a gateway is sent, at most.
+# receiver long: at most 20 ms, and 2 MB of what a gateway is sent, unless one step has more.
 _MOST_MERGED = 256
 _MOST_LOGPROBS = 8192
 

@@ -21,9 +21,6 @@ from worker.messages import Event
 from worker.output_merging import merged
 
 _HEADER = struct.Struct("!i")
-# Where the length did not fit in 31 bits: -1, then 8 bytes of it. Only a damaged stream or
-# a bundle that no gateway could take would need it.
-MAX_FRAME_BYTES = (1 << 31) - 1
 
 
 class FrameDecoder:
@@ -48,6 +45,7 @@ class FrameDecoder:
         while len(view) - at >= _HEADER.size:
             (size,) = _HEADER.unpack_from(view, at)
             if size < 0:
+                # -1 announces a frame of 2 GiB or more, which none of ours is.
                 raise ValueError(f"a frame of length {size}")
             end = at + _HEADER.size + size
             if end > len(view):

@@ -75,6 +75,8 @@ async def serve(
         stack.callback(first.end)
         _export(stack, registry, config)
         tokens = TokenStore((), Path(config.tokens_file) if config.tokens_file else None)
+        if config.tokens_file:
+            stack.enter_context(hang_ups(tokens.look_again))
         server = await _build_server(config, dispatcher, readiness, _interceptors(tokens, metrics))
         port = _bind(server, config)
         tasks = await stack.enter_async_context(TaskSet())
@@ -86,8 +88,6 @@ async def serve(
         supervision = tasks.start(_supervise(supervisor, first, dispatcher), name="engine")
         tasks.start(_report_health(dispatcher, readiness), name="health")
         tasks.start(tokens.follow(), name="tokens")
-        if config.tokens_file:
-            stack.enter_context(hang_ups(tokens.look_again))
         # What lives now lives for ever; a full collection must not look at it again.
         gc.collect()
         gc.freeze()

@@ -42,7 +42,7 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
         try:
             async with TaskSet(on_error=lambda _: link.drop(_LINK_FAULT)) as tasks:
                 tasks.start(self._read(link, request_iterator), name=f"read link {link.link_id}")
-                tasks.start(link.send_all(context.write), name=f"send link {link.link_id}")
+                tasks.start(self._send(link, context), name=f"send link {link.link_id}")
                 await link.ended()
         finally:
             self._dispatcher.close_link(link)
@@ -104,6 +104,14 @@ class WorkerService(pb_grpc.WorkerServiceServicer):
                 "num_steps", f"must be 1 to {MAX_TRACE_STEPS}, got {request.num_steps}"
             )
         return pb.TraceResponse(trace_json_gz=await self._dispatcher.trace(request.num_steps))
+
+    async def _send(self, link: Link, context: Context) -> None:
+        try:
+            await link.send_all(context.write)
+        except grpc.aio.InternalError:
+            # The call ended as something was being written. It is nobody's fault, and nobody
+            # is left to be told.
+            link.drop(None)
 
     async def _read(self, link: Link, requests: AsyncIterator[pb.RunRequest]) -> None:
         try:

@@ -33,7 +33,6 @@ from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.bench import report
 from tests.bench.stream_load import Generator, Load, LoadError
 from tests.bench.stream_pair import (
-    CAN_COALESCE,
     MAX_CONTEXT,
     BenchPair,
     PairOptions,
@@ -115,8 +114,7 @@ async def bench(options: Options) -> dict[str, float | None]:
 
 
 def _kinds(options: Options) -> list[Kind]:
-    modes = (False, True) if CAN_COALESCE else (False,)
-    kinds = [Kind(rate, coalesce) for rate in options.rates for coalesce in modes]
+    kinds = [Kind(rate, coalesce) for rate in options.rates for coalesce in (False, True)]
     # A core for each process, one for the worker, one for the load.
     if num_cores() >= 4 and not options.skips_speedup:
         kinds += [Kind(_FULL_SPEED, False, processes) for processes in (1, 2)]
@@ -256,7 +254,7 @@ def _figures(medians: dict[Kind, Round]) -> dict[str, float | None]:
     speedup = two.tokens_per_s / one.tokens_per_s if one and two else None
     return {
         "us_per_token": round(plain[0].us_per_token, 2),
-        "us_per_token_coalesced": round(merged[-1].us_per_token, 2) if merged else None,
+        "us_per_token_coalesced": round(merged[-1].us_per_token, 2),
         "tokens_per_core_s": round(best.tokens_per_s),
         "lag_p99_ms": round(best.lag_p99_ms, 2),
         "two_process_speedup": round(speedup, 3) if speedup else None,
@@ -285,8 +283,6 @@ def main() -> None:
     options = Options(**vars(parser.parse_args()))
     options = replace(options, rates=sorted(map(float, str(options.rates).split(","))))
     report.header(f"Streaming: {options.streams} streams over {options.connections} connections")
-    if not CAN_COALESCE:
-        print("this gateway does not coalesce: those figures are null\n")
     try:
         figures = asyncio.run(bench(options))
     except LoadError as error:

@@ -16,13 +16,11 @@ import grpc
 import psutil
 
 from gateway.cli.pair import Service, ServiceCommand, free_address, running_pair
-from gateway.config import GatewayConfig
 from shared.pb.tandem.v1 import inference_pb2 as public_pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as public_pb_grpc
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2_grpc as pb_grpc
 
-CAN_COALESCE = "coalesce" in GatewayConfig.model_fields
 # Prompt and echo; the pool holds as much for every stream.
 MAX_CONTEXT = 16_384
 
@@ -117,7 +115,7 @@ async def bench_pair(options: PairOptions) -> AsyncIterator[BenchPair]:
         (
             *("--workers", worker_address, "--processes", str(options.processes)),
             *("--metrics-port", str(port), "--log-level", "error"),
-            *_coalescing(coalesce=options.coalesce),
+            "--coalesce" if options.coalesce else "--no-coalesce",
         ),
     )
     async with running_pair(worker, gateway, _show_complaints) as pair:
@@ -155,12 +153,6 @@ def lag_quantile_ms(before: Sample, after: Sample, quantile: float) -> float:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _coalescing(*, coalesce: bool) -> Sequence[str]:
-    if not CAN_COALESCE:
-        return ()
-    return ("--coalesce",) if coalesce else ("--no-coalesce",)
 
 
 def _show_complaints(name: str, line: str) -> None:

@@ -38,7 +38,6 @@ from worker.structured.contract import GrammarLibrary
 from worker.structured.library import LLGuidance
 from worker.structured.outputs import Fault, StructuredOutputs
 
-_PROMPT_LEN = 64
 # Above a byte-level tokenizer's first ids, which are special ones.
 _FIRST_ID, _END_ID = 300, 10_000
 # More than can be reached, so that no array ends.
@@ -88,7 +87,8 @@ def _parse() -> tuple[argparse.Namespace, WorkerConfig]:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=32, help="requests in all")
     parser.add_argument("--constrained", type=int, default=16, help="of them, in mixed passes")
-    parser.add_argument("--tokens", type=int, default=128, help="of each request")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="of each request")
+    parser.add_argument("--tokens", type=int, default=128, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--host-rows", type=int, default=256)
     options, rest = parser.parse_known_args()
@@ -204,7 +204,7 @@ def _run(
     rng = np.random.default_rng(seed)
     requests = []
     for uid in range(1, options.rows + 1):
-        prompt = _FIRST_ID + random_prompt(rng, _PROMPT_LEN, _END_ID - _FIRST_ID)
+        prompt = _FIRST_ID + random_prompt(rng, options.prompt_tokens, _END_ID - _FIRST_ID)
         structure = _structure(uid) if uid <= constrained else None
         requests.append(
             NewRequest(

@@ -10,17 +10,12 @@ import sys
 import psutil
 import pytest
 
+from gateway.cli.pair import free_address
 from tests.cli.terminal import Terminal, tandem
 
 ECHO = ("--", "--engine", "echo")
 # Both run, though the worker is still loading.
 LISTENING = "gateway |"
-
-
-def free_address() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 async def started(

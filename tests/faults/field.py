@@ -15,7 +15,8 @@ import psutil
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.faults.load import echo_request
 from tests.faults.proxy import TcpProxy
-from tests.integration.pair import Client, Service, free_port, is_clean
+from tests.integration.pair import Client, Service, is_clean
+from tests.ports import free_port
 
 WORKER = (
     *("--engine", "echo", "--echo-step-ms", "2", "--max-context", "3072"),

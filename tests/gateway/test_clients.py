@@ -14,7 +14,8 @@ from tests.answers import collect
 from tests.faults.frames import PREFACE, SETTINGS, headers, only_message
 from tests.gateway.client import GatewayUnderTest, text
 from tests.gateway.conftest import MakeWorker, StartGateway, StartQuiet
-from tests.gateway.test_metrics import free_port, read
+from tests.gateway.test_metrics import read
+from tests.ports import free_port
 
 Status = grpc.StatusCode
 GENERATE = b"/tandem.v1.InferenceService/Generate"

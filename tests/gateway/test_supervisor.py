@@ -56,6 +56,21 @@ os.write(0, b"a")
 while True:
     time.sleep(60)
 """
+# Able, and would be ended by a hang-up; leaves another letter as soon as it is told to stop.
+LEAVING = """
+import os, signal, sys, time
+def leave(*_):
+    open(sys.argv[1], "a").write("l")
+    for _ in range(10):
+        os.write(0, b".")
+        time.sleep(0.02)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+open(sys.argv[1], "a").write("x")
+os.write(0, b"a")
+while True:
+    time.sleep(60)
+"""
 FAST = RestartPolicy(
     settled_s=0.5, first_wait_s=0.01, longest_wait_s=0.05, max_early_deaths=3, hang_s=0.5
 )
@@ -191,6 +206,17 @@ async def test_a_hang_up_is_passed_on_to_those_that_have_an_ear_for_it(tmp_path:
     assert run.result() == 0
     # The other, whom a hang-up would end, is where it was.
     assert not supervised.losses
+
+
+async def test_a_hang_up_is_passed_on_to_none_that_leaves(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, LEAVING)
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervised.run())
+        await until(lambda: supervised.num_starts(0) == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: supervised.num_starts(0) == 2)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert run.result() == 0
 
 
 async def test_a_second_signal_kills_at_once_and_is_the_exit(tmp_path: Path) -> None:

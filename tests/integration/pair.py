@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,19 +19,13 @@ from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.v1 import inference_pb2_grpc as pb_grpc
 from shared.tls import ClientTls
 from tests.answers import Collected, collect
+from tests.ports import free_port
 
 # Quoted, because it is generic for the type checker only.
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]"
 
 START_TIMEOUT_S = 60.0
 MAX_MESSAGE_BYTES = 64 << 20
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @dataclass

@@ -14,7 +14,8 @@ from shared.notifier import Notifier
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from shared.pb.tandem.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.integration.conftest import ECHO, StartPair
-from tests.integration.pair import Client, Service, free_port
+from tests.integration.pair import Client, Service
+from tests.ports import free_port
 
 SLOW = (*ECHO[:-1], "10")
 Status = grpc.StatusCode

@@ -16,7 +16,8 @@ import pytest
 
 from shared.pb.tandem.v1 import inference_pb2 as pb
 from tests.integration.conftest import ECHO, StartPair
-from tests.integration.pair import Client, Pair, Stream, free_port, rest_of
+from tests.integration.pair import Client, Pair, Stream, rest_of
+from tests.ports import free_port
 
 SLOW = (*ECHO[:-1], "20")
 TWO = ("--processes", "2")

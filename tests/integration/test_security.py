@@ -26,7 +26,8 @@ from shared.tls import ClientTls, open_channel
 from shared.tokens import hash_line
 from tests.certificates import Authority
 from tests.integration.conftest import ECHO
-from tests.integration.pair import Service, Stream, free_port, rest_of
+from tests.integration.pair import Service, Stream, rest_of
+from tests.ports import free_port
 
 WORKER_TOKEN, HERS, NEXT = "w0rker-s3cret", "hers-s3cret", "next-s3cret"
 SECRETS = (WORKER_TOKEN, HERS, NEXT)

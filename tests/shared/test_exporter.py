@@ -1,6 +1,8 @@
 """The metrics' endpoint: served while the block lasts, gone with it."""
 
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 
@@ -9,13 +11,22 @@ from prometheus_client import CollectorRegistry
 
 from shared.exporter import metrics_exporter
 from shared.metrics import GatewayMetrics
+from tests.ports import free_port
 
+# Fails as soon as the name of an address is asked for, which DNS may take long to answer.
+NAMELESS = """
+import sys
+from prometheus_client import CollectorRegistry
+from shared.exporter import metrics_exporter
+from tests.ports import free_port
 
-def free_port(host: str = "127.0.0.1") -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+def refuse(event, _):
+    assert event != "socket.gethostbyaddr"
+
+sys.addaudithook(refuse)
+with metrics_exporter(CollectorRegistry(), "127.0.0.1", free_port()):
+    pass
+"""
 
 
 def scrape(url: str) -> bytes:
@@ -49,6 +60,11 @@ def test_it_ends_without_waiting_for_anything() -> None:
             scrape(f"http://127.0.0.1:{port}/metrics")
             begin = time.monotonic()
         assert time.monotonic() - begin < 0.25
+
+
+def test_it_asks_nobody_for_the_machine_s_name() -> None:
+    ran = subprocess.run([sys.executable, "-c", NAMELESS], capture_output=True, timeout=30)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_it_can_listen_on_an_ipv6_address() -> None:

@@ -54,6 +54,16 @@ def test_a_problem_that_comes_again_after_a_good_file_is_told_again(tmp_path: Pa
     assert told.problems == ["cannot be read now"] * 2
 
 
+def test_whoever_asks_for_a_broken_file_is_told_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("former")
+    told = Told(path)
+    told.is_readable = False
+    for _ in range(2):
+        assert not told.reloading.refresh(always=True)
+    assert told.problems == ["cannot be read now"] * 2
+
+
 def test_a_change_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("former")

@@ -11,7 +11,7 @@ from worker.step import Int32Array, Int64Array
 _NO_UIDS = np.empty(0, np.int64)
 _NO_TOKENS = np.empty(0, np.int32)
 
-Array = TypeVar("Array", Int32Array, Int64Array)
+_Array = TypeVar("_Array", Int32Array, Int64Array)
 
 
 class OutputBuffer:
@@ -66,6 +66,6 @@ class OutputBuffer:
         return output
 
 
-def _joined(arrays: list[Array], nothing: Array) -> Array:
-    # One step's, nearly always.
+def _joined(arrays: list[_Array], nothing: _Array) -> _Array:
+    # One step's, nearly always, and then nothing is copied.
     return arrays[0] if len(arrays) == 1 else np.concatenate([nothing, *arrays])

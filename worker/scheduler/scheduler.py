@@ -191,7 +191,7 @@ class Scheduler:
         self._release(rows)
         self._account_idle(result)
 
-    def fail(self, plan: StepPlan, error: ServingError, now: float) -> None:
+    def fail(self, plan: StepPlan, error: ServingError) -> None:
         """Ends the requests of the oldest step in flight, and no others."""
         rows = self._leave(plan)
         self._device_free_at = None

@@ -108,8 +108,8 @@ class LLGuidance:
     def accept(self, tokens: Sequence[tuple[Matcher, int]]) -> list[int]:
         pairs = _inner(tokens)
         executor = self._executor_for(tokens)
+        # Either way the library catches a panic, and makes it that matcher's fault.
         if executor is not None:
-            # A panic in it is caught for each, and makes that one's fault.
             are_sound = executor.consume_token_par(pairs)
         else:
             are_sound = [inner.consume_token(token_id) for inner, token_id in pairs]

@@ -149,14 +149,14 @@ class StructuredOutputs:
         of `bitmasks`, or else in memory of its own until the next call. One that has ended may
         sample anything, and so may those that are returned as faulty, which must end."""
         bitmasks = (self._bitmasks if bitmasks is None else bitmasks)[: len(uids)]
-        followed: list[tuple[int, int, _Followed]] = []
+        filling: list[_Filling] = []
         for row, uid in enumerate(uids):
             one = self._followed.get(uid)
             if one is None:
                 bitmasks[row] = _ALL_IDS
             else:
-                followed.append((row, uid, one))
-        suspects = self._fill(followed, bitmasks)
+                filling.append((row, uid, one))
+        suspects = self._fill(filling, bitmasks)
         faults = self._faults_of((uid, one) for _, uid, one in suspects)
         if faults:
             ended = {uid for uid, _ in faults}

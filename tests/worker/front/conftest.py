@@ -1,7 +1,6 @@
 """A worker in this process over a real engine process, and a gateway's end of a stream."""
 
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -38,11 +37,3 @@ async def worker(make_worker: MakeWorker) -> AsyncIterator[FrontWorker]:
     async with make_worker() as worker:
         yield worker
         await worker.assert_clean()
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

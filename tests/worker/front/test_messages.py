@@ -91,6 +91,12 @@ def test_whatever_else_a_step_tells_arrives_as_it_was_sent(told: dict[str, Any])
     assert_same(sent(output), output)
 
 
+def test_no_field_of_an_output_is_left_behind() -> None:
+    # Those with a default would come with it, were they forgotten where an output is taken apart.
+    _, parts = StepOutput().__reduce__()
+    assert len(parts) == len(fields(StepOutput))
+
+
 def test_numbers_of_another_type_arrive_as_those_they_were() -> None:
     output = StepOutput(np.array([3, 4], np.int32), np.array([5, 1 << 30], np.int64))
     there = sent(output)

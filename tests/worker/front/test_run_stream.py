@@ -1,14 +1,22 @@
 """One Run stream: requests in, tokens and exactly one ending out."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 import pytest
+import structlog
+from prometheus_client import CollectorRegistry
 
 from shared.errors import Code
+from shared.metrics import WorkerMetrics
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
 from tests.worker.front.conftest import MakeWorker
 from tests.worker.front.harness import FrontWorker
+from worker.dispatcher import Dispatcher, DispatcherLimits
+from worker.messages import Heartbeat, Load
+from worker.service import Context, ServedLimits, WorkerService
 
 
 async def test_a_request_is_accepted_started_echoed_and_finished(worker: FrontWorker) -> None:
@@ -234,3 +242,32 @@ async def test_a_live_handle_used_again_ends_its_stream(make_worker: MakeWorker)
         await link.submit(1, [10], request_id="other")
         assert await link.ending() is grpc.StatusCode.INVALID_ARGUMENT
         await worker.assert_clean()
+
+
+class GoneContext:
+    """Of a call that has ended, though nobody has been told yet."""
+
+    async def write(self, _: object) -> None:
+        raise grpc.aio.InternalError("the call is over")
+
+
+async def no_requests() -> AsyncIterator[pb.RunRequest]:
+    await asyncio.Event().wait()
+    yield pb.RunRequest()
+
+
+async def test_a_write_that_meets_the_end_of_its_call_is_no_error_to_log() -> None:
+    dispatcher = Dispatcher(
+        lambda _: None, DispatcherLimits(8, 8), WorkerMetrics(CollectorRegistry())
+    )
+    service = WorkerService(dispatcher, ServedLimits(16, 8, "1"))
+    with structlog.testing.capture_logs() as logs:
+        async with asyncio.TaskGroup() as tasks:
+            run = tasks.create_task(service.Run(no_requests(), cast(Context, GoneContext())))
+            # It opens its link as soon as it runs.
+            await asyncio.sleep(0)
+            assert dispatcher.num_links == 1
+            dispatcher.on_event(Heartbeat(Load()))
+            await asyncio.wait_for(run, 5)
+    assert not dispatcher.num_links
+    assert not [entry for entry in logs if entry["log_level"] == "error"]

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from shared.errors import Code
 from shared.interceptors import error_from_rpc
 from shared.pb.tandem.worker.v1 import worker_pb2 as pb
+from tests.ports import free_port
 from tests.worker.front.conftest import MakeWorker
 from tests.worker.front.harness import NOT_SERVING, SERVING, FrontWorker, is_clean
 from worker.service import SERVICE_NAME
@@ -176,17 +177,16 @@ async def test_a_message_above_the_cap_is_refused_and_the_next_works(
         await worker.assert_next_works()
 
 
-async def test_metrics_tell_what_ran_and_what_was_refused(
-    make_worker: MakeWorker, free_port: int
-) -> None:
-    async with make_worker(metrics_port=free_port) as worker:
+async def test_metrics_tell_what_ran_and_what_was_refused(make_worker: MakeWorker) -> None:
+    port = free_port()
+    async with make_worker(metrics_port=port) as worker:
         link = worker.link()
         await link.submit(1, [10, 11, 12])
         await link.outcome(1)
         await link.submit(2, [])
         await link.outcome(2)
         await worker.wait_load(lambda load: load.generated_tokens >= 4)
-        text = await asyncio.to_thread(scrape, free_port)
+        text = await asyncio.to_thread(scrape, port)
     assert 'tandem_requests_total{outcome="EOS"} 1.0' in text
     assert 'tandem_request_rejections_total{code="INVALID_ARGUMENT"} 1.0' in text
     assert "tandem_generation_tokens_total 4.0" in text

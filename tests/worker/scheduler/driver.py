@@ -175,7 +175,7 @@ class Driver:
         try:
             result = handle.result()
         except EngineError as error:
-            self.scheduler.fail(plan, error, self.now)
+            self.scheduler.fail(plan, error)
         else:
             self.scheduler.commit(plan, result, self.now)
 
