@@ -244,7 +244,7 @@ def _reach(  # type: ignore[no-untyped-def]
     while (lo < hi) & ((length == vocab_size) | (mine == 0)):
         is_listed = length < vocab_size
         num_pieces = tl.where(is_listed, 1, NUM_PIECES)
-        first, last = lo.to(tl.int32), hi.to(tl.int32)
+        first = lo.to(tl.int32)
         meeting += 1
         turn = said + (meeting % 2) * (NUM_PIECES * WORDS)
         for piece in range(mine, num_pieces, programs):
@@ -252,20 +252,8 @@ def _reach(  # type: ignore[no-untyped-def]
                 x = _piece(lists, mask, piece, length, False, PIECE)
             else:
                 x = _piece(base, mask, piece, vocab_size, IS_MASKED, PIECE)
-            key = ordered(x)
-            # Finite, so that at any temperature nothing comes of -inf but 0.
-            below = tl.maximum(x - highest, -3e38)
-            is_kept = (key >= first) & (x > float("-inf"))
-            weight = tl.where(is_kept, tl.exp(below * sharpness), 0.0)
             words = turn + piece * WORDS
-            for i in tl.static_range(WAYS):
-                threshold = _threshold(lo, hi, by_value, i, WAYS).to(tl.int32)
-                tl.store(words + i, tl.sum(tl.where(key >= threshold, weight, 0.0)))
-            inside = is_kept & (key <= last)
-            tl.store(words + WAYS, tl.sum(weight))
-            tl.store(words + WAYS + 1, tl.sum(is_kept.to(tl.float32)))
-            tl.store(words + WAYS + 2, tl.min(tl.where(inside, x, float("inf"))))
-            tl.store(words + WAYS + 3, tl.max(tl.where(inside, x, float("-inf"))))
+            _weigh(x, words, lo, hi, by_value, highest, sharpness, WAYS)
         _meet(comings, meeting, tl.where(is_listed, 1, programs))
         piece = tl.arange(0, PIECES)
         heard = tl.load(
@@ -293,15 +281,58 @@ def _reach(  # type: ignore[no-untyped-def]
         by_value = not by_value
         count = tl.sum(counts, 0)
         if (length == vocab_size) & (count <= PIECE) & (count < vocab_size):
-            for i in range(mine, NUM_PIECES, programs):
-                x = _piece(base, mask, i, vocab_size, IS_MASKED, PIECE)
-                is_kept = ((ordered(x) >= first) & (x > float("-inf"))).to(tl.int32)
-                place = tl.sum(tl.where(piece < i, counts, 0), 0) + tl.cumsum(is_kept, 0) - 1
-                tl.store(lists + place, x, is_kept != 0)
+            _list(
+                base, mask, lists, counts, first, vocab_size, mine, programs,
+                IS_MASKED, NUM_PIECES, PIECES, PIECE,
+            )  # fmt: skip
             length = count
             meeting += 1
             _meet(comings, meeting, programs)
     return lo, meeting, length
+
+
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    x, words, lo, hi, by_value, highest, sharpness, WAYS: tl.constexpr
+):
+    """Says of a piece what weighs from each threshold on and from `lo` on, how many those
+    are, and the least and the most of its logits in lo … hi."""
+    key = ordered(x)
+    # Finite, so that at any temperature nothing comes of -inf but 0.
+    below = tl.maximum(x - highest, -3e38)
+    is_kept = (key >= lo.to(tl.int32)) & (x > float("-inf"))
+    weight = tl.where(is_kept, tl.exp(below * sharpness), 0.0)
+    for way in tl.static_range(WAYS):
+        threshold = _threshold(lo, hi, by_value, way, WAYS).to(tl.int32)
+        tl.store(words + way, tl.sum(tl.where(key >= threshold, weight, 0.0)))
+    inside = is_kept & (key <= hi.to(tl.int32))
+    tl.store(words + WAYS, tl.sum(weight))
+    tl.store(words + WAYS + 1, tl.sum(is_kept.to(tl.float32)))
+    tl.store(words + WAYS + 2, tl.min(tl.where(inside, x, float("inf"))))
+    tl.store(words + WAYS + 3, tl.max(tl.where(inside, x, float("-inf"))))
+
+
+@triton.jit
+def _list(  # type: ignore[no-untyped-def]
+    base,
+    mask,
+    lists,
+    counts,
+    first,
+    vocab_size,
+    mine,
+    programs,
+    IS_MASKED: tl.constexpr,
+    NUM_PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Writes the logits from the key `first` on, of which each piece has `counts` [PIECES]."""
+    for piece in range(mine, NUM_PIECES, programs):
+        x = _piece(base, mask, piece, vocab_size, IS_MASKED, PIECE)
+        is_kept = ((ordered(x) >= first) & (x > float("-inf"))).to(tl.int32)
+        before = tl.sum(tl.where(tl.arange(0, PIECES) < piece, counts, 0), 0)
+        tl.store(lists + before + tl.cumsum(is_kept, 0) - 1, x, is_kept != 0)
 
 
 @triton.jit
