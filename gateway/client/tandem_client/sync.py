@@ -169,6 +169,7 @@ class Client:
 
         Sent again after a failure that may pass, until there was text.
         """
+        self._require_open()
         generation = Generation(prompt, n, options, self._settings.attempts(timeout_s))
         return Stream(generation, self._start)
 
@@ -245,6 +246,7 @@ class Client:
 
     def health(self, *, timeout_s: float = HEALTH_TIMEOUT_S) -> bool:
         """Whether the gateway answers, and has a worker that is ready. Not tried again."""
+        self._require_open()
         try:
             answer = self._health.Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=self._metadata
@@ -256,12 +258,18 @@ class Client:
             raise error from None
         return is_serving(answer)
 
+    def _require_open(self) -> None:
+        """Raises RuntimeError; gRPC's own error for it is a ValueError."""
+        if self._closed.is_set():
+            raise RuntimeError("this client is closed")
+
     def _start(self, generation: Generation) -> Any:
         return self._stub.GenerateStream(
             generation.request, timeout=generation.remaining_s(), metadata=self._metadata
         )
 
     def _ask(self, query: Query[_T], timeout_s: float | None) -> _T:
+        self._require_open()
         attempts = self._settings.attempts(timeout_s)
         call = getattr(self._stub, query.method)
         while True:
