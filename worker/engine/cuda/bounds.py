@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from worker.engine.cuda.logits import (
-    MaskedRows,
     has_filter,
     is_permitted,
     load_logits,
@@ -55,24 +54,22 @@ class Bounds:
         self._comings = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)
 
     def find(
-        self, logits: torch.Tensor, params: RowParams, masked: MaskedRows | None = None
+        self, logits: torch.Tensor, params: RowParams, masks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """[max_rows] float32, of logits [num_rows, vocab_size]; -inf where nothing is filtered.
 
-        The logits are float32, or the int16 bits of bfloat16. With `masked`, the bounds are
-        those of its draws. A row that filters nothing costs next to nothing.
+        The logits are float32, or the int16 bits of bfloat16. With `masks` [any, mask words],
+        those count that the row's mask permits. A row that filters nothing costs next to nothing.
         """
-        num_rows = logits.shape[0] if masked is None else len(masked.rows)
-        nothing = self._begun
+        num_rows = logits.shape[0]
         programs = min(max(_PROGRAMS // num_rows, 1), self._num_pieces)
         if triton.knobs.runtime.interpret:
             # It runs one program after the other.
             programs = 1
         _bound_kernel[(programs * num_rows,)](
             logits,
-            nothing if masked is None else masked.rows,
-            nothing if masked is None else masked.mask_indices,
-            nothing if masked is None else masked.masks,
+            params.mask,
+            self._begun if masks is None else masks,
             self._bounds,
             self._lists,
             self._said,
@@ -83,7 +80,7 @@ class Bounds:
             self._vocab_size,
             logits.stride(0),
             programs,
-            IS_MASKED=masked is not None,
+            IS_MASKED=masks is not None,
             NUM_PIECES=self._num_pieces,
             PIECES=triton.next_power_of_2(self._num_pieces),
             PIECE=_PIECE,
@@ -98,7 +95,6 @@ class Bounds:
 @triton.jit(do_not_specialize=["programs"])
 def _bound_kernel(  # type: ignore[no-untyped-def]
     logits,
-    rows,
     mask_indices,
     masks,
     bounds,
@@ -133,7 +129,6 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
     base = logits + row.to(tl.int64) * stride
     mask = masks
     if IS_MASKED:
-        base = logits + tl.load(rows + row).to(tl.int64) * stride
         mask = masks + tl.load(mask_indices + row) * tl.cdiv(vocab_size, 32)
     lists += row * PIECE
     said += row * (2 * NUM_PIECES * WORDS)

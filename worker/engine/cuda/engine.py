@@ -46,7 +46,7 @@ from worker.engine.cuda.staging import (
     padding_block,
 )
 from worker.engine.cuda.step_kernels import begin_step, expand_tokens
-from worker.engine.cuda.warm_up import dummy_plan, featured_plan, masked_plan
+from worker.engine.cuda.warm_up import dummy_plan, featured_plan
 from worker.models.decoder import Decoder
 from worker.step import EngineInfo, Int32Array, StepPlan
 
@@ -131,7 +131,9 @@ class CudaEngine:
         torch.cuda.synchronize(device)
         self._graphs = DecodeGraphs(graph_batch_sizes)
         with torch.inference_mode(), torch.cuda.stream(self._engine_stream):
-            self._graphs.capture(self._pad_inputs, self._decode, self._engine_stream, progress)
+            self._graphs.capture(
+                self._pad_inputs, self._decode, self._draw_rows, self._engine_stream, progress
+            )
         self.clock = DeviceClock(self._engine_stream)
         self._warm_up(progress)
 
@@ -146,7 +148,6 @@ class CudaEngine:
             dummy_plan(dummy_row, num_decode=0),
             dummy_plan(dummy_row, num_decode=1),
             featured_plan(dummy_row),
-            masked_plan(dummy_row),
         ):
             step = self.launch(plan)
             if len(plan.masked):
@@ -206,7 +207,7 @@ class CudaEngine:
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
                 masks.provide(bitmasks, self._scheduler_stream, stream)
-                self._draw(undrawn)
+                self._draw(undrawn, masked=True)
                 masks.was_read(stream)
                 self._queue_results(results)
         except RuntimeError as error:
@@ -253,53 +254,53 @@ class CudaEngine:
             timing.queued()
             if is_decode:
                 staged.slot.read.record(self._engine_stream)
-                logits = self._run_decode(plan.num_rows, graph_batch)
-                if graph_batch is not None:
+                if graph_batch is None:
+                    logits = self._decode(plan.num_rows)
+                else:
+                    logits = self._graphs.forward(graph_batch)
                     timing.queued()
             else:
                 logits = self._extend(plan, staged, featured)
             host = self._host_token_ids[self._num_launched % _NUM_RESULTS, : plan.num_rows]
             self._num_launched += 1
             results = Results(host, timing, featured)
-            if featured is not None:
-                block = inputs.view(NUM_FIELDS, num_columns)
-                drawn = Drawn(block, logits, self._token_ids, self._token_pool)
-                undrawn = Undrawn(featured, drawn, staged.slot)
-                if len(plan.masked):
-                    return results, undrawn
-                self._draw(undrawn)
+            block = inputs.view(NUM_FIELDS, num_columns)
+            drawn = Drawn(block, logits, self._token_ids, self._token_pool)
+            undrawn = Undrawn(drawn, graph_batch, featured, staged.slot)
+            if len(plan.masked):
+                return results, undrawn
+            self._draw(undrawn, masked=False)
             self._queue_results(results)
         return results, None
 
-    def _draw(self, undrawn: Undrawn) -> None:
-        self._featured.draw(undrawn.step, undrawn.drawn)
-        # Later than the step's inputs, which were read before: the slot is free only now.
-        undrawn.slot.read.record(self._engine_stream)
+    def _draw(self, undrawn: Undrawn, *, masked: bool) -> None:
+        if undrawn.graph_batch is None:
+            self._draw_rows(undrawn.drawn.logits, masked=masked)
+        else:
+            self._graphs.draw(undrawn.graph_batch, masked=masked)
+        if undrawn.featured is not None:
+            self._featured.draw(undrawn.featured, undrawn.drawn)
+            # Later than the step's inputs, which were read before: the slot is free only now.
+            undrawn.slot.read.record(self._engine_stream)
 
     def _queue_results(self, results: Results) -> None:
         host = results.host_token_ids
         host.copy_(self._token_ids[: len(host)], non_blocking=True)
         results.timing.end.record(self._engine_stream)
 
-    def _run_decode(self, num_rows: int, graph_batch: int | None) -> torch.Tensor:
-        assert torch.cuda.current_stream() == self._engine_stream
-        if graph_batch is None:
-            return self._decode(num_rows)
-        return self._graphs.replay(graph_batch)
-
     def _decode(self, batch: int) -> torch.Tensor:
-        """A whole decode step from the inputs to the token pool; its logits."""
+        """The forward of a decode step, from the inputs to the logits [batch, vocab_size]."""
+        assert torch.cuda.current_stream() == self._engine_stream
         block = self._block(batch)
         step = StepRows(block[ROWS, :batch], block[CACHED_LENS, :batch], self._page_table)
         token_ids = self._token_pool.index_select(0, step.rows)
         attend = DecodeAttend(self._ops, self._pages, self._work, step)
-        hidden = self._model(token_ids, step.cached_lens, attend)
-        return self._sample(hidden, block, batch)
+        return self._model.logits(self._model(token_ids, step.cached_lens, attend))
 
     def _extend(
         self, plan: StepPlan, staged: Staged, featured: FeaturedStep | None
     ) -> torch.Tensor:
-        """A step with prefill rows, from the inputs to the token pool; its logits."""
+        """The forward of a step with prefill rows, from the inputs to its rows' logits."""
         assert torch.cuda.current_stream() == self._engine_stream
         num_rows, num_decode = plan.num_rows, plan.num_decode
         block = self._block(num_rows)
@@ -340,7 +341,7 @@ class CudaEngine:
         if featured is not None:
             self._featured.of_prompts(featured, hidden, self._model.logits)
         hidden = hidden.index_select(0, block[LAST_TOKENS, :num_rows])
-        return self._sample(hidden, block, num_rows)
+        return self._model.logits(hidden)
 
     def _decode_part(self, rows: torch.Tensor, cached_lens: torch.Tensor) -> DecodeAttend | None:
         if len(rows) == 0:
@@ -348,20 +349,17 @@ class CudaEngine:
         step = StepRows(rows, cached_lens, self._page_table)
         return DecodeAttend(self._ops, self._pages, self._work, step)
 
-    def _sample(self, hidden: torch.Tensor, block: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Draws for hidden states [num_rows, hidden_size] into token pool and results.
-
-        Gives the logits.
-        """
-        logits = self._model.logits(hidden)
+    def _draw_rows(self, logits: torch.Tensor, *, masked: bool) -> None:
+        """Draws for logits [num_rows, vocab_size] into token pool and results."""
+        block = self._block(len(logits))
         self._sampler.sample(
             logits,
             RowParams.of_block(block),
             block[WRITE_ROWS],
             self._token_pool,
             self._token_ids,
+            self._featured.masks.words if masked else None,
         )
-        return logits
 
     def _block(self, batch: int) -> torch.Tensor:
         """The row block of a batch, [NUM_FIELDS, its columns], where the graphs read it."""

@@ -1,9 +1,13 @@
-"""CUDA graphs of whole decode steps, one for each of a few batch sizes."""
+"""CUDA graphs of decode steps, for each of a few batch sizes: the forward, and the draw.
+
+In two, for the draw of a step may have to wait for masks.
+"""
 
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -16,6 +20,12 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
     sizes += range(80, 257, 16)
     sizes += range(320, max_batch + 64, 64)
     return [size for size in sizes if size < max_batch] + [max_batch]
+
+
+class Draw(Protocol):
+    def __call__(self, logits: torch.Tensor, *, masked: bool) -> None:
+        """Draws from logits [batch, vocab_size]; with `masked`, what the masks permit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +54,37 @@ class _Address:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _BatchGraphs:
+    """Those of one batch size."""
+
+    forward: torch.cuda.CUDAGraph
+    # Without masks, and with.
+    draws: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]
+    # int16 words, in memory that is the graphs'.
+    logits: torch.Tensor
+
+
 class DecodeGraphs:
     """Captured decode steps. Inputs and outputs of all lie at the same addresses."""
 
     def __init__(self, batch_sizes: list[int]) -> None:
         self._batch_sizes = batch_sizes
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # int16 words of each graph's logits, in memory that is the graphs'.
-        self._logits: dict[int, torch.Tensor] = {}
+        self._graphs: dict[int, _BatchGraphs] = {}
 
     def capture(
         self,
         prepare: Callable[[int], None],
-        run: Callable[[int], torch.Tensor],
+        forward: Callable[[int], torch.Tensor],
+        draw: Draw,
         stream: torch.cuda.Stream,
         progress: Progress,
     ) -> None:
-        """Captures `run(batch)` for every size, largest first so that all share its memory.
+        """Captures `forward(batch)` and what draws from its logits for every size.
 
-        A run gives its logits, which must be the last memory that it takes: it is not kept
-        from what follows. `prepare(batch)` sets inputs that a run can be tried with.
+        The largest first, so that all share its memory. The logits must be the last memory that
+        a forward takes: it is not kept from what follows. A draw takes none. `prepare(batch)`
+        sets inputs that a step can be tried with.
         """
         started_at = time.monotonic()
         before = torch.cuda.memory_reserved()
@@ -73,30 +94,41 @@ class DecodeGraphs:
             progress(f"capturing decode graphs: {done} of {len(sizes)}, batch {batch}")
             # Once outside: compiles kernels and lets cuBLAS take its workspace.
             prepare(batch)
-            run(batch)
+            logits = forward(batch)
+            for masked in (False, True):
+                draw(logits, masked=masked)
             stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits = run(batch).view(torch.int16)
-            pool = pool or graph.pool()
-            self._graphs[batch] = graph
-            address = _Address.of(logits)
             del logits
-            self._logits[batch] = torch.as_tensor(address, device=stream.device)
+            forward_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(forward_graph, pool=pool, stream=stream):
+                logits = forward(batch)
+            pool = pool or forward_graph.pool()
+            draw_graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            for graph, masked in zip(draw_graphs, (False, True), strict=True):
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    draw(logits, masked=masked)
+            address = _Address.of(logits.view(torch.int16))
+            del logits
+            words = torch.as_tensor(address, device=stream.device)
+            self._graphs[batch] = _BatchGraphs(forward_graph, draw_graphs, words)
         taken = (torch.cuda.memory_reserved() - before) >> 20
         seconds = time.monotonic() - started_at
-        progress(f"captured {len(sizes)} decode graphs in {seconds:.1f} s, {taken} MiB")
+        progress(f"captured graphs of {len(sizes)} batch sizes in {seconds:.1f} s, {taken} MiB")
 
     def batch_for(self, num_rows: int) -> int | None:
         """The smallest captured batch that holds the rows, if any does."""
         place = bisect_left(self._batch_sizes, num_rows)
         return self._batch_sizes[place] if place < len(self._batch_sizes) else None
 
-    def replay(self, batch: int) -> torch.Tensor:
-        """Queues the step on the current stream; its logits' words, valid until the next one."""
-        self._graphs[batch].replay()
-        return self._logits[batch]
+    def forward(self, batch: int) -> torch.Tensor:
+        """Queues it on the current stream; its logits' words, valid until the next one."""
+        graphs = self._graphs[batch]
+        graphs.forward.replay()
+        return graphs.logits
+
+    def draw(self, batch: int, *, masked: bool) -> None:
+        """Queues what draws from the last forward's logits."""
+        self._graphs[batch].draws[masked].replay()
 
     def close(self) -> None:
-        self._logits.clear()
         self._graphs.clear()

@@ -1,21 +1,8 @@
 """How kernels read logits: the model's own, which are bfloat16, or adjusted ones, float32."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
-
-
-@dataclass(frozen=True, slots=True)
-class MaskedRows:
-    """Draws from some of the rows of logits, each under a mask of what is permitted."""
-
-    # int32 [num_draws]: which row of the logits, and which of the masks.
-    rows: torch.Tensor
-    mask_indices: torch.Tensor
-    # int32 [any, mask words]: a bit for each token.
-    masks: torch.Tensor
 
 
 def as_words(logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from worker.engine.cuda.bounds import Bounds
-from worker.engine.cuda.logits import MaskedRows, as_words, is_permitted, load_logits
+from worker.engine.cuda.logits import as_words, is_permitted, load_logits
 from worker.engine.cuda.row_params import RowParams
 
 # Token id that stands for a row whose logits were not finite.
@@ -38,24 +38,22 @@ class Sampler:
         write_rows: torch.Tensor,
         token_pool: torch.Tensor,
         token_ids: torch.Tensor,
-        masked: MaskedRows | None = None,
+        masks: torch.Tensor | None = None,
     ) -> None:
         """Draws for `logits` [num_rows, vocab_size], the model's bfloat16 or adjusted float32.
 
-        With `masked`, its draws are made, and `params` and all else are theirs.
+        With `masks` [any, mask words], each row draws what its mask permits.
 
         token_pool[write_rows] and `token_ids` take the tokens; the latter takes FAULTY for a
         row whose logits are not finite, and the pool 0.
         """
-        num_rows = logits.shape[0] if masked is None else len(masked.rows)
+        num_rows = logits.shape[0]
         words = as_words(logits)
-        nothing = self._best_ids
         _draw_kernel[(self._num_splits, num_rows)](
             words,
-            nothing if masked is None else masked.rows,
-            nothing if masked is None else masked.mask_indices,
-            nothing if masked is None else masked.masks,
-            self._bounds.find(words, params, masked),
+            params.mask,
+            self._best_ids if masks is None else masks,
+            self._bounds.find(words, params, masks),
             self._best,
             self._best_ids,
             params.temperature,
@@ -65,7 +63,7 @@ class Sampler:
             params.positions,
             self._vocab_size,
             words.stride(0),
-            IS_MASKED=masked is not None,
+            IS_MASKED=masks is not None,
             SPLIT=_SPLIT,
             BLOCK=2048,
             FAST=not triton.knobs.runtime.interpret,
@@ -102,7 +100,6 @@ def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits,
-    rows,
     mask_indices,
     masks,
     bounds,
@@ -125,7 +122,6 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(1)
     base = logits + row.to(tl.int64) * stride
     if IS_MASKED:
-        base = logits + tl.load(rows + row).to(tl.int64) * stride
         masks += tl.load(mask_indices + row) * tl.cdiv(vocab_size, 32)
     greedy = tl.load(is_greedy + row) != 0
     bound = tl.load(bounds + row)
@@ -148,9 +144,9 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         token = start + column
         mask = token < end
         x = load_logits(base + token, mask)
+        is_faulty |= (mask & ((x != x) | (x == float("inf")))).to(tl.int32)
         if IS_MASKED:
             x = tl.where(is_permitted(masks, token, mask), x, float("-inf"))
-        is_faulty |= (mask & ((x != x) | (x == float("inf")))).to(tl.int32)
         score = x * inverse_temperature
         if not greedy:
             h = _mix(token.to(tl.uint32) * 0x9E3779B1 + stream)

@@ -38,11 +38,6 @@ def dummy_plan(dummy_row: int, *, num_decode: int) -> StepPlan:
     )
 
 
-def masked_plan(dummy_row: int) -> StepPlan:
-    """A decode row and a prefill row, the first of which waits for a mask and has no more."""
-    return replace(dummy_plan(dummy_row, num_decode=1), masked=np.zeros(1, np.int32))
-
-
 def featured_plan(dummy_row: int) -> StepPlan:
     """A decode row and a prefill row with all features, the first of which waits for a mask."""
     plan = dummy_plan(dummy_row, num_decode=1)
