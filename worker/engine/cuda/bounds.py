@@ -19,6 +19,7 @@ import triton.language as tl
 
 from worker.engine.cuda.logits import (
     has_filter,
+    is_drawn,
     is_permitted,
     load_logits,
     ordered,
@@ -58,8 +59,9 @@ class Bounds:
     ) -> torch.Tensor:
         """[max_rows] float32, of logits [num_rows, vocab_size]; -inf where nothing is filtered.
 
-        The logits are float32, or the int16 bits of bfloat16. With `masks` [any, mask words],
-        those count that the row's mask permits. A row that filters nothing costs next to nothing.
+        The logits are float32, or the int16 bits of bfloat16. Without `masks` the bounds are of
+        rows that have none, and with them of those that have one, of what it permits. A row that
+        filters nothing costs next to nothing.
         """
         num_rows = logits.shape[0]
         programs = min(max(_PROGRAMS // num_rows, 1), self._num_pieces)
@@ -69,7 +71,7 @@ class Bounds:
         _bound_kernel[(programs * num_rows,)](
             logits,
             params.mask,
-            self._begun if masks is None else masks,
+            logits if masks is None else masks,
             self._bounds,
             self._lists,
             self._said,
@@ -95,7 +97,7 @@ class Bounds:
 @triton.jit(do_not_specialize=["programs"])
 def _bound_kernel(  # type: ignore[no-untyped-def]
     logits,
-    mask_indices,
+    numbers,
     masks,
     bounds,
     lists,
@@ -126,10 +128,13 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
         if mine == 0:
             tl.store(bounds + row, float("-inf"))
         return
+    number = tl.load(numbers + row)
+    if not is_drawn(number, IS_MASKED):
+        return
     base = logits + row.to(tl.int64) * stride
     mask = masks
     if IS_MASKED:
-        mask = masks + tl.load(mask_indices + row) * tl.cdiv(vocab_size, 32)
+        mask = masks + (number - 1) * tl.cdiv(vocab_size, 32)
     lists += row * PIECE
     said += row * (2 * NUM_PIECES * WORDS)
     comings += row * 2

@@ -132,7 +132,7 @@ class CudaEngine:
         self._graphs = DecodeGraphs(graph_batch_sizes)
         with torch.inference_mode(), torch.cuda.stream(self._engine_stream):
             self._graphs.capture(
-                self._pad_inputs, self._decode, self._draw_rows, self._engine_stream, progress
+                self._pad_inputs, self._decode, self._draw_masked, self._engine_stream, progress
             )
         self.clock = DeviceClock(self._engine_stream)
         self._warm_up(progress)
@@ -207,7 +207,11 @@ class CudaEngine:
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
                 masks.provide(bitmasks, self._scheduler_stream, stream)
-                self._draw(undrawn, masked=True)
+                if undrawn.graph_batch is None:
+                    self._draw_masked(undrawn.drawn.logits)
+                else:
+                    self._graphs.draw_masked(undrawn.graph_batch)
+                self._draw_features(undrawn)
                 masks.was_read(stream)
                 self._queue_results(results)
         except RuntimeError as error:
@@ -254,10 +258,8 @@ class CudaEngine:
             timing.queued()
             if is_decode:
                 staged.slot.read.record(self._engine_stream)
-                if graph_batch is None:
-                    logits = self._decode(plan.num_rows)
-                else:
-                    logits = self._graphs.forward(graph_batch)
+                logits = self._run_decode(plan.num_rows, graph_batch)
+                if graph_batch is not None:
                     timing.queued()
             else:
                 logits = self._extend(plan, staged, featured)
@@ -269,15 +271,11 @@ class CudaEngine:
             undrawn = Undrawn(drawn, graph_batch, featured, staged.slot)
             if len(plan.masked):
                 return results, undrawn
-            self._draw(undrawn, masked=False)
+            self._draw_features(undrawn)
             self._queue_results(results)
         return results, None
 
-    def _draw(self, undrawn: Undrawn, *, masked: bool) -> None:
-        if undrawn.graph_batch is None:
-            self._draw_rows(undrawn.drawn.logits, masked=masked)
-        else:
-            self._graphs.draw(undrawn.graph_batch, masked=masked)
+    def _draw_features(self, undrawn: Undrawn) -> None:
         if undrawn.featured is not None:
             self._featured.draw(undrawn.featured, undrawn.drawn)
             # Later than the step's inputs, which were read before: the slot is free only now.
@@ -288,19 +286,25 @@ class CudaEngine:
         host.copy_(self._token_ids[: len(host)], non_blocking=True)
         results.timing.end.record(self._engine_stream)
 
-    def _decode(self, batch: int) -> torch.Tensor:
-        """The forward of a decode step, from the inputs to the logits [batch, vocab_size]."""
+    def _run_decode(self, num_rows: int, graph_batch: int | None) -> torch.Tensor:
         assert torch.cuda.current_stream() == self._engine_stream
+        if graph_batch is None:
+            return self._decode(num_rows)
+        return self._graphs.replay(graph_batch)
+
+    def _decode(self, batch: int) -> torch.Tensor:
+        """A whole decode step from the inputs to the token pool; its logits."""
         block = self._block(batch)
         step = StepRows(block[ROWS, :batch], block[CACHED_LENS, :batch], self._page_table)
         token_ids = self._token_pool.index_select(0, step.rows)
         attend = DecodeAttend(self._ops, self._pages, self._work, step)
-        return self._model.logits(self._model(token_ids, step.cached_lens, attend))
+        hidden = self._model(token_ids, step.cached_lens, attend)
+        return self._sample(hidden, block, batch)
 
     def _extend(
         self, plan: StepPlan, staged: Staged, featured: FeaturedStep | None
     ) -> torch.Tensor:
-        """The forward of a step with prefill rows, from the inputs to its rows' logits."""
+        """A step with prefill rows, from the inputs to the token pool; its logits."""
         assert torch.cuda.current_stream() == self._engine_stream
         num_rows, num_decode = plan.num_rows, plan.num_decode
         block = self._block(num_rows)
@@ -341,7 +345,7 @@ class CudaEngine:
         if featured is not None:
             self._featured.of_prompts(featured, hidden, self._model.logits)
         hidden = hidden.index_select(0, block[LAST_TOKENS, :num_rows])
-        return self._model.logits(hidden)
+        return self._sample(hidden, block, num_rows)
 
     def _decode_part(self, rows: torch.Tensor, cached_lens: torch.Tensor) -> DecodeAttend | None:
         if len(rows) == 0:
@@ -349,16 +353,27 @@ class CudaEngine:
         step = StepRows(rows, cached_lens, self._page_table)
         return DecodeAttend(self._ops, self._pages, self._work, step)
 
-    def _draw_rows(self, logits: torch.Tensor, *, masked: bool) -> None:
-        """Draws for logits [num_rows, vocab_size] into token pool and results."""
-        block = self._block(len(logits))
+    def _sample(self, hidden: torch.Tensor, block: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Draws for hidden states [num_rows, hidden_size] into token pool and results.
+
+        Gives the logits. Rows that wait for a mask are left out.
+        """
+        logits = self._model.logits(hidden)
+        self._draw(logits, block, None)
+        return logits
+
+    def _draw_masked(self, logits: torch.Tensor) -> None:
+        """Draws for those rows of logits [num_rows, vocab_size] that `_sample` left out."""
+        self._draw(logits, self._block(len(logits)), self._featured.masks.words)
+
+    def _draw(self, logits: torch.Tensor, block: torch.Tensor, masks: torch.Tensor | None) -> None:
         self._sampler.sample(
             logits,
             RowParams.of_block(block),
             block[WRITE_ROWS],
             self._token_pool,
             self._token_ids,
-            self._featured.masks.words if masked else None,
+            masks,
         )
 
     def _block(self, batch: int) -> torch.Tensor:

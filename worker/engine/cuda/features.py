@@ -1,9 +1,9 @@
 """What a step does beyond an ordinary draw: adjusted logits, late masks, log-probabilities.
 
-Forward and draw, which graphs may hold, are the same for all: every row draws from the model's
-own logits, under its mask if the step has any. Adjusted rows draw a second time, from a float32
+The step itself, which a graph may hold, is the same for all: each row draws from the model's
+own logits, at once or when its mask is there. Adjusted rows draw a second time, from a float32
 copy of theirs, and their tokens take the place of the first ones before the next step reads
-them.
+them. So a step that asks for nothing has nothing of this.
 """
 
 from collections.abc import Callable
@@ -108,17 +108,18 @@ class FeaturedSampling:
 
         Rows with a late mask take it from `masks`, which must have been provided.
         """
-        if step.features.num_adjusted:
+        features = step.features
+        if features.num_adjusted:
             self._draw_adjusted(step, drawn)
-        rows = step.words[step.features.logprob_rows]
+        rows = step.words[features.logprob_rows]
         if len(rows):
             words = self._logprobs.compute(
                 as_words(drawn.logits),
                 rows,
                 drawn.token_ids.index_select(0, rows),
-                step.features.num_top,
+                features.num_top,
             )
-            step.sampled = _pinned(len(rows), step.features.num_top)
+            step.sampled = _pinned(len(rows), features.num_top)
             step.sampled.copy_(words, non_blocking=True)
 
     def last_adjusted(self, num_rows: int) -> torch.Tensor:
@@ -139,14 +140,15 @@ class FeaturedSampling:
             rows=block[ROWS],
             positions=block[POSITIONS],
         )
-        self._sampler.sample(
-            adjusted,
-            RowParams.of_block(block),
-            block[WRITE_ROWS],
-            drawn.token_pool,
-            self._drawn,
-            self.masks.words,
-        )
+        for masks in (None, self.masks.words) if step.features.has_masked else (None,):
+            self._sampler.sample(
+                adjusted,
+                RowParams.of_block(block),
+                block[WRITE_ROWS],
+                drawn.token_pool,
+                self._drawn,
+                masks,
+            )
         self._state.count(self._drawn, drawn.token_ids, places, block[ROWS])
 
 

@@ -1,13 +1,9 @@
-"""CUDA graphs of decode steps, for each of a few batch sizes: the forward, and the draw.
-
-In two, for the draw of a step may have to wait for masks.
-"""
+"""CUDA graphs of whole decode steps, and of what a step draws late, for a few batch sizes."""
 
 import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,12 +16,6 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
     sizes += range(80, 257, 16)
     sizes += range(320, max_batch + 64, 64)
     return [size for size in sizes if size < max_batch] + [max_batch]
-
-
-class Draw(Protocol):
-    def __call__(self, logits: torch.Tensor, *, masked: bool) -> None:
-        """Draws from logits [batch, vocab_size]; with `masked`, what the masks permit."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +48,8 @@ class _Address:
 class _BatchGraphs:
     """Those of one batch size."""
 
-    forward: torch.cuda.CUDAGraph
-    # Without masks, and with.
-    draws: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]
+    step: torch.cuda.CUDAGraph
+    masked_draw: torch.cuda.CUDAGraph
     # int16 words, in memory that is the graphs'.
     logits: torch.Tensor
 
@@ -75,16 +64,16 @@ class DecodeGraphs:
     def capture(
         self,
         prepare: Callable[[int], None],
-        forward: Callable[[int], torch.Tensor],
-        draw: Draw,
+        run: Callable[[int], torch.Tensor],
+        draw_masked: Callable[[torch.Tensor], None],
         stream: torch.cuda.Stream,
         progress: Progress,
     ) -> None:
-        """Captures `forward(batch)` and what draws from its logits for every size.
+        """Captures `run(batch)` for every size, and `draw_masked` of the logits that it gives.
 
         The largest first, so that all share its memory. The logits must be the last memory that
-        a forward takes: it is not kept from what follows. A draw takes none. `prepare(batch)`
-        sets inputs that a step can be tried with.
+        a run takes: it is not kept from what follows. A draw takes none. `prepare(batch)` sets
+        inputs that a run can be tried with.
         """
         started_at = time.monotonic()
         before = torch.cuda.memory_reserved()
@@ -94,23 +83,18 @@ class DecodeGraphs:
             progress(f"capturing decode graphs: {done} of {len(sizes)}, batch {batch}")
             # Once outside: compiles kernels and lets cuBLAS take its workspace.
             prepare(batch)
-            logits = forward(batch)
-            for masked in (False, True):
-                draw(logits, masked=masked)
+            draw_masked(run(batch))
             stream.synchronize()
-            del logits
-            forward_graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(forward_graph, pool=pool, stream=stream):
-                logits = forward(batch)
-            pool = pool or forward_graph.pool()
-            draw_graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            for graph, masked in zip(draw_graphs, (False, True), strict=True):
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    draw(logits, masked=masked)
+            step, masked_draw = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(step, pool=pool, stream=stream):
+                logits = run(batch)
+            pool = pool or step.pool()
+            with torch.cuda.graph(masked_draw, pool=pool, stream=stream):
+                draw_masked(logits)
             address = _Address.of(logits.view(torch.int16))
             del logits
             words = torch.as_tensor(address, device=stream.device)
-            self._graphs[batch] = _BatchGraphs(forward_graph, draw_graphs, words)
+            self._graphs[batch] = _BatchGraphs(step, masked_draw, words)
         taken = (torch.cuda.memory_reserved() - before) >> 20
         seconds = time.monotonic() - started_at
         progress(f"captured graphs of {len(sizes)} batch sizes in {seconds:.1f} s, {taken} MiB")
@@ -120,15 +104,15 @@ class DecodeGraphs:
         place = bisect_left(self._batch_sizes, num_rows)
         return self._batch_sizes[place] if place < len(self._batch_sizes) else None
 
-    def forward(self, batch: int) -> torch.Tensor:
-        """Queues it on the current stream; its logits' words, valid until the next one."""
+    def replay(self, batch: int) -> torch.Tensor:
+        """Queues the step on the current stream; its logits' words, valid until the next one."""
         graphs = self._graphs[batch]
-        graphs.forward.replay()
+        graphs.step.replay()
         return graphs.logits
 
-    def draw(self, batch: int, *, masked: bool) -> None:
-        """Queues what draws from the last forward's logits."""
-        self._graphs[batch].draws[masked].replay()
+    def draw_masked(self, batch: int) -> None:
+        """Queues what the last step, of this batch, draws late."""
+        self._graphs[batch].masked_draw.replay()
 
     def close(self) -> None:
         self._graphs.clear()

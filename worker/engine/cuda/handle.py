@@ -25,10 +25,10 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Undrawn:
-    """A step of which all is queued but its draw."""
+    """A step of which all is queued but what it draws late."""
 
     drawn: Drawn
-    # Whose graphs draw; None: no graph does.
+    # Whose graph draws; None: no graph does.
     graph_batch: int | None
     featured: FeaturedStep | None
     # Holds the features' words until they are read.

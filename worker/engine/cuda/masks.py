@@ -14,8 +14,8 @@ class Masks:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         size = (max_rows, mask_words(vocab_size))
-        # [1 + max_rows, mask words] int32; the first permits everything.
-        self.words = torch.full((1 + size[0], size[1]), -1, dtype=torch.int32, device=device)
+        # [max_rows, mask words] int32
+        self.words = torch.zeros(size, dtype=torch.int32, device=device)
         is_cuda = device.type == "cuda"
         self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
         self._written: Int32Array = self._pinned.numpy()
@@ -46,7 +46,7 @@ class Masks:
             self.buffer()[:count] = bitmasks
         with torch.cuda.stream(scheduler_stream):
             scheduler_stream.wait_event(self._read)
-            self.words[1 : 1 + count].copy_(self._pinned[:count], non_blocking=True)
+            self.words[:count].copy_(self._pinned[:count], non_blocking=True)
             self._copied.record(scheduler_stream)
         engine_stream.wait_event(self._copied)
 

@@ -34,6 +34,8 @@ class Features:
     # Indices of the plan's rows that are adjusted, and padding.
     adjusted: slice
     num_adjusted: int
+    # Whether any of them has a late mask.
+    has_masked: bool
     # Indices of the plan's rows whose token's log-probability is wanted.
     logprob_rows: slice
     num_top: int
@@ -66,6 +68,7 @@ def pack(plan: StepPlan, vocab_size: int) -> Features | None:
         num_openings=len(plan.openings),
         longest_opening=max((len(one.token_ids) for one in plan.openings), default=0),
         num_adjusted=len(plan.adjusted),
+        has_masked=bool(np.isin(plan.adjusted, plan.masked).any()),
         num_top=asked.num_top if asked else 0,
         num_prompt_top=asked.num_prompt_top if asked else 0,
         **places,

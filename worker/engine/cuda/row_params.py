@@ -32,7 +32,7 @@ class RowParams:
     is_greedy: torch.Tensor
     # Where the drawn token will stand in its request.
     positions: torch.Tensor
-    # Which of the step's late masks, of which the first permits everything.
+    # Number of the row's late mask, from 1; 0: it has none.
     mask: torch.Tensor
 
     @classmethod

@@ -18,7 +18,7 @@ from worker.step import Int32Array, StepPlan
 
 # Per-row fields of a step, one line each in the row block; the last three are float32.
 ROWS, CACHED_LENS, WRITE_ROWS, POSITIONS, LAST_TOKENS = range(5)
-# Which of the late masks the row draws under. The first permits everything.
+# Number of the row's late mask, from 1; 0: it has none.
 MASK = 5
 TOP_K, SEED_LOW, SEED_HIGH, IS_GREEDY = range(6, 10)
 TEMPERATURE, TOP_P, MIN_P = range(10, 13)
