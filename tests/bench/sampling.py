@@ -57,12 +57,7 @@ class Bench:
         words = as_words(self._logits)
         yield "draw", self._draw(self._plan())
         masked = replace(self._plan(), masked=np.arange(self._batch, dtype=np.int32))
-        masks = self._featured.masks.words
-        for name, every in (("all permitted", 1), ("one of 1000 permitted", 1000)):
-            permitted = np.zeros((_MAX_ROWS, 32 * masks.shape[1]), np.bool_)
-            permitted[:, ::every] = True
-            bits = np.packbits(permitted, axis=1, bitorder="little").view(np.int32)
-            yield f"masked draw, {name}", self._draw(masked, torch.from_numpy(bits).cuda())
+        yield "masked draw", self._draw(masked, torch.full_like(self._featured.masks.words, -1))
         for name, (top_k, top_p) in _FILTERS.items():
             plan = self._plan(top_k, top_p)
             params = RowParams.of_block(self._block(plan))

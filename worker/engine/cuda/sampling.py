@@ -164,23 +164,16 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         mask = token < end
         x = load_logits(base + token, mask)
         is_faulty |= (mask & ((x != x) | (x == float("inf")))).to(tl.int32)
-        is_sought = True
         if IS_MASKED:
-            # A mask permits little as a rule: most blocks have none of it.
-            word = start // 32 + tl.arange(0, BLOCK // 32)
-            words = tl.load(masks + word, word * 32 < end, 0)
-            is_sought = tl.max((words != 0).to(tl.int32), 0) != 0
-        if is_sought:
-            if IS_MASKED:
-                x = tl.where(is_permitted(masks, token, mask), x, float("-inf"))
-            score = x * inverse_temperature
-            if not greedy:
-                score = score + _gumbel(token, stream, FAST)
-            score = tl.where(mask & (x >= bound), score, float("-inf"))
-            # Strictly greater: of equal scores the lowest token id wins.
-            wins = score > top
-            top = tl.where(wins, score, top)
-            top_id = tl.where(wins, token, top_id)
+            x = tl.where(is_permitted(masks, token, mask), x, float("-inf"))
+        score = x * inverse_temperature
+        if not greedy:
+            score = score + _gumbel(token, stream, FAST)
+        score = tl.where(mask & (x >= bound), score, float("-inf"))
+        # Strictly greater: of equal scores the lowest token id wins.
+        wins = score > top
+        top = tl.where(wins, score, top)
+        top_id = tl.where(wins, token, top_id)
     highest = tl.max(top, 0)
     winner = tl.min(tl.where(top == highest, top_id, 2147483647), 0)
     if tl.max(is_faulty, 0) != 0:
