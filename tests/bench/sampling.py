@@ -56,6 +56,8 @@ class Bench:
     def ways(self) -> Iterator[tuple[str, Callable[[], object]]]:
         words = as_words(self._logits)
         yield "draw", self._draw(self._plan())
+        masked = replace(self._plan(), masked=np.arange(self._batch, dtype=np.int32))
+        yield "masked draw", self._draw(masked, torch.full_like(self._featured.masks.words, -1))
         for name, (top_k, top_p) in _FILTERS.items():
             plan = self._plan(top_k, top_p)
             params = RowParams.of_block(self._block(plan))
@@ -88,11 +90,11 @@ class Bench:
         write_rows(block.numpy(), plan)
         return block.cuda()
 
-    def _draw(self, plan: StepPlan) -> Callable[[], None]:
+    def _draw(self, plan: StepPlan, masks: torch.Tensor | None = None) -> Callable[[], None]:
         block = self._block(plan)
         params = RowParams.of_block(block)
         return lambda: self._sampler.sample(
-            self._logits, params, block[WRITE_ROWS], self._token_pool, self._token_ids
+            self._logits, params, block[WRITE_ROWS], self._token_pool, self._token_ids, masks
         )
 
     def _featured_draw(self, plan: StepPlan) -> Callable[[], None]:

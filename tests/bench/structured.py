@@ -76,7 +76,7 @@ def main() -> None:
     opened = open_engine(config, os.environ, lambda message: print(message, file=sys.stderr))
     grammars = opened.grammars or _borrowed_grammars(opened)
     try:
-        figures = _measure_host(grammars, opened.engine.info.vocab_size, options.host_rows)
+        figures = _measure_host(grammars, opened.engine.info.vocab_size, options)
         figures |= _measure_passes(opened, config, grammars, options)
     finally:
         opened.engine.close()
@@ -87,6 +87,7 @@ def _parse() -> tuple[argparse.Namespace, WorkerConfig]:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=32, help="requests in all")
     parser.add_argument("--constrained", type=int, default=16, help="of them, in mixed passes")
+    parser.add_argument("--rules", type=int, default=10_000, help="so many are not the same")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each request")
     parser.add_argument("--tokens", type=int, default=128, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)
@@ -118,14 +119,17 @@ def _structure(seed: int) -> StructuredOutput:
     return StructuredOutput(StructureKind.JSON_SCHEMA, json.dumps(schema))
 
 
-def _measure_host(grammars: GrammarLibrary, vocab_size: int, rows: int) -> dict[str, object]:
+def _measure_host(
+    grammars: GrammarLibrary, vocab_size: int, options: argparse.Namespace
+) -> dict[str, object]:
     """Draws at random from the masks, without a model."""
+    rows = options.host_rows
     outputs = TimedOutputs(grammars, rows)
     compile_ms = []
     for uid in range(rows):
         began_at = time.perf_counter()
         # A schema may come twice, and is known the second time.
-        if not outputs.begin(uid, _structure(uid), time.monotonic()):
+        if not outputs.begin(uid, _structure(uid % options.rules), time.monotonic()):
             while not outputs.take_ready(time.monotonic()):
                 time.sleep(0.0001)
             compile_ms.append(1e3 * (time.perf_counter() - began_at))
@@ -184,6 +188,7 @@ def _measure_passes(
         "model": opened.model.name,
         "rows": options.rows,
         "constrained": options.constrained,
+        "rules": min(options.rules, options.constrained),
         "free_step_ms": round(float(free[0]), 3),
         "mixed_step_ms": round(float(mixed[0]), 3),
         "slower_ratio": round(float(more_ms), 4),
@@ -205,7 +210,7 @@ def _run(
     requests = []
     for uid in range(1, options.rows + 1):
         prompt = _FIRST_ID + random_prompt(rng, options.prompt_tokens, _END_ID - _FIRST_ID)
-        structure = _structure(uid) if uid <= constrained else None
+        structure = _structure(uid % options.rules) if uid <= constrained else None
         requests.append(
             NewRequest(
                 uid,

@@ -17,7 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.engine.cuda.logits import has_filter, load_logits, ordered, value_of_ordered
+from worker.engine.cuda.logits import (
+    has_filter,
+    is_drawn,
+    is_permitted,
+    load_logits,
+    ordered,
+    value_of_ordered,
+)
 from worker.engine.cuda.row_params import RowParams
 
 # Tokens of a piece, and of a list.
@@ -47,11 +54,14 @@ class Bounds:
         self._begun = torch.zeros(1, dtype=torch.int32, device=device)
         self._comings = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)
 
-    def find(self, logits: torch.Tensor, params: RowParams) -> torch.Tensor:
+    def find(
+        self, logits: torch.Tensor, params: RowParams, masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[max_rows] float32, of logits [num_rows, vocab_size]; -inf where nothing is filtered.
 
-        The logits are float32, or the int16 bits of bfloat16. A row that filters nothing
-        costs next to nothing.
+        The logits are float32, or the int16 bits of bfloat16. Without `masks` the bounds are of
+        rows that have none, and with them of those that have one, of what it permits. A row that
+        filters nothing costs next to nothing.
         """
         num_rows = logits.shape[0]
         programs = min(max(_PROGRAMS // num_rows, 1), self._num_pieces)
@@ -60,6 +70,8 @@ class Bounds:
             programs = 1
         _bound_kernel[(programs * num_rows,)](
             logits,
+            params.mask,
+            logits if masks is None else masks,
             self._bounds,
             self._lists,
             self._said,
@@ -70,6 +82,7 @@ class Bounds:
             self._vocab_size,
             logits.stride(0),
             programs,
+            IS_MASKED=masks is not None,
             NUM_PIECES=self._num_pieces,
             PIECES=triton.next_power_of_2(self._num_pieces),
             PIECE=_PIECE,
@@ -84,6 +97,8 @@ class Bounds:
 @triton.jit(do_not_specialize=["programs"])
 def _bound_kernel(  # type: ignore[no-untyped-def]
     logits,
+    numbers,
+    masks,
     bounds,
     lists,
     said,
@@ -97,6 +112,7 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
     vocab_size,
     stride,
     programs,
+    IS_MASKED: tl.constexpr,
     NUM_PIECES: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -112,13 +128,20 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
         if mine == 0:
             tl.store(bounds + row, float("-inf"))
         return
+    number = tl.load(numbers + row)
+    if not is_drawn(number, IS_MASKED):
+        return
     base = logits + row.to(tl.int64) * stride
+    mask = masks
+    if IS_MASKED:
+        mask = masks + (number - 1) * tl.cdiv(vocab_size, 32)
     lists += row * PIECE
     said += row * (2 * NUM_PIECES * WORDS)
     comings += row * 2
     lowest, highest = _range(
-        base, vocab_size, mine, programs, said, comings, NUM_PIECES, PIECES, PIECE, WORDS
-    )
+        base, mask, vocab_size, mine, programs, said, comings,
+        IS_MASKED, NUM_PIECES, PIECES, PIECE, WORDS,
+    )  # fmt: skip
     last = ordered(highest).to(tl.int64)
     bound = ordered(lowest).to(tl.int64)
 
@@ -136,9 +159,9 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
         most_wanted = tl.where(is_top_p, float("inf"), k * 1.0)
         if tl.where(is_top_p, p < 1.0, (k > 0) & (k < vocab_size)):
             bound, meeting, length = _reach(
-                base, lists, length, vocab_size, bound, last, highest,
+                base, mask, lists, length, vocab_size, bound, last, highest,
                 sharpness, share, most_wanted, mine, programs, said, comings, meeting,
-                NUM_PIECES, PIECES, PIECE, WAYS, WORDS,
+                IS_MASKED, NUM_PIECES, PIECES, PIECE, WAYS, WORDS,
             )  # fmt: skip
     if programs > 1:
         # The last to leave knows that none waits any more.
@@ -158,11 +181,13 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _range(  # type: ignore[no-untyped-def]
     base,
+    mask,
     vocab_size,
     mine,
     programs,
     said,
     comings,
+    IS_MASKED: tl.constexpr,
     NUM_PIECES: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -172,7 +197,7 @@ def _range(  # type: ignore[no-untyped-def]
     # The first meeting's turn is that of all odd ones.
     turn = said + NUM_PIECES * WORDS
     for piece in range(mine, NUM_PIECES, programs):
-        x = _piece(base, piece, vocab_size, PIECE)
+        x = _piece(base, mask, piece, vocab_size, IS_MASKED, PIECE)
         tl.store(turn + piece * WORDS, tl.min(tl.where(x > float("-inf"), x, float("inf"))))
         tl.store(turn + piece * WORDS + 1, tl.max(x))
     _meet(comings, 1, programs)
@@ -184,6 +209,7 @@ def _range(  # type: ignore[no-untyped-def]
 @triton.jit
 def _reach(  # type: ignore[no-untyped-def]
     base,
+    mask,
     lists,
     length,
     vocab_size,
@@ -198,6 +224,7 @@ def _reach(  # type: ignore[no-untyped-def]
     said,
     comings,
     meeting,
+    IS_MASKED: tl.constexpr,
     NUM_PIECES: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -217,28 +244,16 @@ def _reach(  # type: ignore[no-untyped-def]
     while (lo < hi) & ((length == vocab_size) | (mine == 0)):
         is_listed = length < vocab_size
         num_pieces = tl.where(is_listed, 1, NUM_PIECES)
-        first, last = lo.to(tl.int32), hi.to(tl.int32)
+        first = lo.to(tl.int32)
         meeting += 1
         turn = said + (meeting % 2) * (NUM_PIECES * WORDS)
         for piece in range(mine, num_pieces, programs):
             if is_listed:
-                x = _piece(lists, piece, length, PIECE)
+                x = _piece(lists, mask, piece, length, False, PIECE)
             else:
-                x = _piece(base, piece, vocab_size, PIECE)
-            key = ordered(x)
-            # Finite, so that at any temperature nothing comes of -inf but 0.
-            below = tl.maximum(x - highest, -3e38)
-            is_kept = (key >= first) & (x > float("-inf"))
-            weight = tl.where(is_kept, tl.exp(below * sharpness), 0.0)
+                x = _piece(base, mask, piece, vocab_size, IS_MASKED, PIECE)
             words = turn + piece * WORDS
-            for i in tl.static_range(WAYS):
-                threshold = _threshold(lo, hi, by_value, i, WAYS).to(tl.int32)
-                tl.store(words + i, tl.sum(tl.where(key >= threshold, weight, 0.0)))
-            inside = is_kept & (key <= last)
-            tl.store(words + WAYS, tl.sum(weight))
-            tl.store(words + WAYS + 1, tl.sum(is_kept.to(tl.float32)))
-            tl.store(words + WAYS + 2, tl.min(tl.where(inside, x, float("inf"))))
-            tl.store(words + WAYS + 3, tl.max(tl.where(inside, x, float("-inf"))))
+            _weigh(x, words, lo, hi, by_value, highest, sharpness, WAYS)
         _meet(comings, meeting, tl.where(is_listed, 1, programs))
         piece = tl.arange(0, PIECES)
         heard = tl.load(
@@ -266,11 +281,10 @@ def _reach(  # type: ignore[no-untyped-def]
         by_value = not by_value
         count = tl.sum(counts, 0)
         if (length == vocab_size) & (count <= PIECE) & (count < vocab_size):
-            for i in range(mine, NUM_PIECES, programs):
-                x = _piece(base, i, vocab_size, PIECE)
-                is_kept = ((ordered(x) >= first) & (x > float("-inf"))).to(tl.int32)
-                place = tl.sum(tl.where(piece < i, counts, 0), 0) + tl.cumsum(is_kept, 0) - 1
-                tl.store(lists + place, x, is_kept != 0)
+            _list(
+                base, mask, lists, counts, first, vocab_size, mine, programs,
+                IS_MASKED, NUM_PIECES, PIECES, PIECE,
+            )  # fmt: skip
             length = count
             meeting += 1
             _meet(comings, meeting, programs)
@@ -278,11 +292,60 @@ def _reach(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _piece(base, piece, length, PIECE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The logits of a piece, of so many in all; -inf beyond the last."""
+def _weigh(  # type: ignore[no-untyped-def]
+    x, words, lo, hi, by_value, highest, sharpness, WAYS: tl.constexpr
+):
+    """Says of a piece what weighs from each threshold on and from `lo` on, how many those
+    are, and the least and the most of its logits in lo … hi."""
+    key = ordered(x)
+    # Finite, so that at any temperature nothing comes of -inf but 0.
+    below = tl.maximum(x - highest, -3e38)
+    is_kept = (key >= lo.to(tl.int32)) & (x > float("-inf"))
+    weight = tl.where(is_kept, tl.exp(below * sharpness), 0.0)
+    for way in tl.static_range(WAYS):
+        threshold = _threshold(lo, hi, by_value, way, WAYS).to(tl.int32)
+        tl.store(words + way, tl.sum(tl.where(key >= threshold, weight, 0.0)))
+    inside = is_kept & (key <= hi.to(tl.int32))
+    tl.store(words + WAYS, tl.sum(weight))
+    tl.store(words + WAYS + 1, tl.sum(is_kept.to(tl.float32)))
+    tl.store(words + WAYS + 2, tl.min(tl.where(inside, x, float("inf"))))
+    tl.store(words + WAYS + 3, tl.max(tl.where(inside, x, float("-inf"))))
+
+
+@triton.jit
+def _list(  # type: ignore[no-untyped-def]
+    base,
+    mask,
+    lists,
+    counts,
+    first,
+    vocab_size,
+    mine,
+    programs,
+    IS_MASKED: tl.constexpr,
+    NUM_PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Writes the logits from the key `first` on, of which each piece has `counts` [PIECES]."""
+    for piece in range(mine, NUM_PIECES, programs):
+        x = _piece(base, mask, piece, vocab_size, IS_MASKED, PIECE)
+        is_kept = ((ordered(x) >= first) & (x > float("-inf"))).to(tl.int32)
+        before = tl.sum(tl.where(tl.arange(0, PIECES) < piece, counts, 0), 0)
+        tl.store(lists + before + tl.cumsum(is_kept, 0) - 1, x, is_kept != 0)
+
+
+@triton.jit
+def _piece(  # type: ignore[no-untyped-def]
+    base, mask, piece, length, IS_MASKED: tl.constexpr, PIECE: tl.constexpr
+):
+    """The logits of a piece, of so many in all; -inf beyond the last and where masked out."""
     token = piece * PIECE + tl.arange(0, PIECE)
     exists = token < length
-    return tl.where(exists, load_logits(base + token, exists), float("-inf"))
+    x = load_logits(base + token, exists)
+    if IS_MASKED:
+        exists = exists & is_permitted(mask, token, exists)
+    return tl.where(exists, x, float("-inf"))
 
 
 @triton.jit

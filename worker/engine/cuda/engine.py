@@ -131,7 +131,9 @@ class CudaEngine:
         torch.cuda.synchronize(device)
         self._graphs = DecodeGraphs(graph_batch_sizes)
         with torch.inference_mode(), torch.cuda.stream(self._engine_stream):
-            self._graphs.capture(self._pad_inputs, self._decode, self._engine_stream, progress)
+            self._graphs.capture(
+                self._pad_inputs, self._decode, self._draw_masked, self._engine_stream, progress
+            )
         self.clock = DeviceClock(self._engine_stream)
         self._warm_up(progress)
 
@@ -205,7 +207,11 @@ class CudaEngine:
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
                 masks.provide(bitmasks, self._scheduler_stream, stream)
-                self._draw(undrawn)
+                if undrawn.graph_batch is None:
+                    self._draw_masked(undrawn.drawn.logits)
+                else:
+                    self._graphs.draw_masked(undrawn.graph_batch)
+                self._draw_features(undrawn)
                 masks.was_read(stream)
                 self._queue_results(results)
         except RuntimeError as error:
@@ -260,20 +266,20 @@ class CudaEngine:
             host = self._host_token_ids[self._num_launched % _NUM_RESULTS, : plan.num_rows]
             self._num_launched += 1
             results = Results(host, timing, featured)
-            if featured is not None:
-                block = inputs.view(NUM_FIELDS, num_columns)
-                drawn = Drawn(block, logits, self._token_ids, self._token_pool)
-                undrawn = Undrawn(featured, drawn, staged.slot)
-                if len(plan.masked):
-                    return results, undrawn
-                self._draw(undrawn)
+            block = inputs.view(NUM_FIELDS, num_columns)
+            drawn = Drawn(block, logits, self._token_ids, self._token_pool)
+            undrawn = Undrawn(drawn, graph_batch, featured, staged.slot)
+            if len(plan.masked):
+                return results, undrawn
+            self._draw_features(undrawn)
             self._queue_results(results)
         return results, None
 
-    def _draw(self, undrawn: Undrawn) -> None:
-        self._featured.draw(undrawn.step, undrawn.drawn)
-        # Later than the step's inputs, which were read before: the slot is free only now.
-        undrawn.slot.read.record(self._engine_stream)
+    def _draw_features(self, undrawn: Undrawn) -> None:
+        if undrawn.featured is not None:
+            self._featured.draw(undrawn.featured, undrawn.drawn)
+            # Later than the step's inputs, which were read before: the slot is free only now.
+            undrawn.slot.read.record(self._engine_stream)
 
     def _queue_results(self, results: Results) -> None:
         host = results.host_token_ids
@@ -350,17 +356,25 @@ class CudaEngine:
     def _sample(self, hidden: torch.Tensor, block: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Draws for hidden states [num_rows, hidden_size] into token pool and results.
 
-        Gives the logits.
+        Gives the logits. Rows that wait for a mask are left out.
         """
         logits = self._model.logits(hidden)
+        self._draw(logits, block, None)
+        return logits
+
+    def _draw_masked(self, logits: torch.Tensor) -> None:
+        """Draws for those rows of logits [num_rows, vocab_size] that `_sample` left out."""
+        self._draw(logits, self._block(len(logits)), self._featured.masks.words)
+
+    def _draw(self, logits: torch.Tensor, block: torch.Tensor, masks: torch.Tensor | None) -> None:
         self._sampler.sample(
             logits,
             RowParams.of_block(block),
             block[WRITE_ROWS],
             self._token_pool,
             self._token_ids,
+            masks,
         )
-        return logits
 
     def _block(self, batch: int) -> torch.Tensor:
         """The row block of a batch, [NUM_FIELDS, its columns], where the graphs read it."""

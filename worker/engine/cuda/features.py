@@ -1,10 +1,9 @@
 """What a step does beyond an ordinary draw: adjusted logits, late masks, log-probabilities.
 
-The step itself, which a graph may hold, is the same for all: it draws for every row from
-the model's own logits. Rows with an entry draw a second time, from float32 logits that are
-adjusted and masked, and their tokens take the place of the first ones before the next step
-reads them. So a step without entries has nothing of this, and a step that waits for masks
-has its other rows' tokens already.
+The step itself, which a graph may hold, is the same for all: each row draws from the model's
+own logits, at once or when its mask is there. Adjusted rows draw a second time, from a float32
+copy of theirs, and their tokens take the place of the first ones before the next step reads
+them. So a step that asks for nothing has nothing of this.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from worker.engine.cuda.logits import as_words
 from worker.engine.cuda.logprobs import Logprobs, entry_words, from_words
 from worker.engine.cuda.masks import Masks
-from worker.engine.cuda.packing import ENTRY_FIELDS, PLAN_ROW, Features
+from worker.engine.cuda.packing import Features
 from worker.engine.cuda.row_params import RowParams
 from worker.engine.cuda.row_state import RowState
 from worker.engine.cuda.sampling import Sampler
@@ -105,45 +104,52 @@ class FeaturedSampling:
             step.prompt[part].copy_(words, non_blocking=True)
 
     def draw(self, step: FeaturedStep, drawn: Drawn) -> None:
-        """Draws for the step's entries, then looks up what log-probabilities it owes.
+        """Draws for the step's adjusted rows, then looks up what log-probabilities it owes.
 
-        Entries with a mask take it from `masks`, which must have been provided.
+        Rows with a late mask take it from `masks`, which must have been provided.
         """
-        if step.features.num_entries:
-            self._draw_entries(step, drawn)
-        rows = step.words[step.features.logprob_rows]
+        features = step.features
+        if features.num_adjusted:
+            self._draw_adjusted(step, drawn)
+        rows = step.words[features.logprob_rows]
         if len(rows):
             words = self._logprobs.compute(
                 as_words(drawn.logits),
                 rows,
                 drawn.token_ids.index_select(0, rows),
-                step.features.num_top,
+                features.num_top,
             )
-            step.sampled = _pinned(len(rows), step.features.num_top)
+            step.sampled = _pinned(len(rows), features.num_top)
             step.sampled.copy_(words, non_blocking=True)
 
-    def last_adjusted(self, num_entries: int) -> torch.Tensor:
-        """[num_entries, vocab_size] float32: what the entries of the last step drew from."""
-        return self._adjusted[:num_entries]
+    def last_adjusted(self, num_rows: int) -> torch.Tensor:
+        """[num_rows, vocab_size] float32: what the adjusted rows of the last step drew from,
+        but for their late masks."""
+        return self._adjusted[:num_rows]
 
-    def _draw_entries(self, step: FeaturedStep, drawn: Drawn) -> None:
-        count = step.features.num_entries
-        entries = step.words[step.features.entries].view(ENTRY_FIELDS, -1)
-        block = drawn.row_block.index_select(1, entries[PLAN_ROW])
-        adjusted = self.last_adjusted(count)
+    def _draw_adjusted(self, step: FeaturedStep, drawn: Drawn) -> None:
+        padded = step.words[step.features.adjusted]
+        places = padded[: step.features.num_adjusted]
+        # With the padding, so that each field is aligned.
+        block = drawn.row_block.index_select(1, padded)
+        adjusted = self.last_adjusted(len(places))
         self._state.adjust(
             adjusted,
             as_words(drawn.logits),
-            entries,
-            count,
+            places,
             rows=block[ROWS],
             positions=block[POSITIONS],
-            masks=self.masks.words,
         )
-        self._sampler.sample(
-            adjusted, RowParams.of_block(block), block[WRITE_ROWS], drawn.token_pool, self._drawn
-        )
-        self._state.count(self._drawn, drawn.token_ids, entries, count, block[ROWS])
+        for masks in (None, self.masks.words) if step.features.has_masked else (None,):
+            self._sampler.sample(
+                adjusted,
+                RowParams.of_block(block),
+                block[WRITE_ROWS],
+                drawn.token_pool,
+                self._drawn,
+                masks,
+            )
+        self._state.count(self._drawn, drawn.token_ids, places, block[ROWS])
 
 
 def _pinned(num_entries: int, num_top: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole decode steps, one for each of a few batch sizes."""
+"""CUDA graphs of whole decode steps, and of what a step draws late, for a few batch sizes."""
 
 import time
 from bisect import bisect_left
@@ -44,26 +44,36 @@ class _Address:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _BatchGraphs:
+    """Those of one batch size."""
+
+    step: torch.cuda.CUDAGraph
+    masked_draw: torch.cuda.CUDAGraph
+    # int16 words, in memory that is the graphs'.
+    logits: torch.Tensor
+
+
 class DecodeGraphs:
     """Captured decode steps. Inputs and outputs of all lie at the same addresses."""
 
     def __init__(self, batch_sizes: list[int]) -> None:
         self._batch_sizes = batch_sizes
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # int16 words of each graph's logits, in memory that is the graphs'.
-        self._logits: dict[int, torch.Tensor] = {}
+        self._graphs: dict[int, _BatchGraphs] = {}
 
     def capture(
         self,
         prepare: Callable[[int], None],
         run: Callable[[int], torch.Tensor],
+        draw_masked: Callable[[torch.Tensor], None],
         stream: torch.cuda.Stream,
         progress: Progress,
     ) -> None:
-        """Captures `run(batch)` for every size, largest first so that all share its memory.
+        """Captures `run(batch)` for every size, and `draw_masked` of the logits that it gives.
 
-        A run gives its logits, which must be the last memory that it takes: it is not kept
-        from what follows. `prepare(batch)` sets inputs that a run can be tried with.
+        The largest first, so that all share its memory. The logits must be the last memory that
+        a run takes: it is not kept from what follows. A draw takes none. `prepare(batch)` sets
+        inputs that a run can be tried with.
         """
         started_at = time.monotonic()
         before = torch.cuda.memory_reserved()
@@ -73,19 +83,21 @@ class DecodeGraphs:
             progress(f"capturing decode graphs: {done} of {len(sizes)}, batch {batch}")
             # Once outside: compiles kernels and lets cuBLAS take its workspace.
             prepare(batch)
-            run(batch)
+            draw_masked(run(batch))
             stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits = run(batch).view(torch.int16)
-            pool = pool or graph.pool()
-            self._graphs[batch] = graph
-            address = _Address.of(logits)
+            step, masked_draw = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(step, pool=pool, stream=stream):
+                logits = run(batch)
+            pool = pool or step.pool()
+            with torch.cuda.graph(masked_draw, pool=pool, stream=stream):
+                draw_masked(logits)
+            address = _Address.of(logits.view(torch.int16))
             del logits
-            self._logits[batch] = torch.as_tensor(address, device=stream.device)
+            words = torch.as_tensor(address, device=stream.device)
+            self._graphs[batch] = _BatchGraphs(step, masked_draw, words)
         taken = (torch.cuda.memory_reserved() - before) >> 20
         seconds = time.monotonic() - started_at
-        progress(f"captured {len(sizes)} decode graphs in {seconds:.1f} s, {taken} MiB")
+        progress(f"captured graphs of {len(sizes)} batch sizes in {seconds:.1f} s, {taken} MiB")
 
     def batch_for(self, num_rows: int) -> int | None:
         """The smallest captured batch that holds the rows, if any does."""
@@ -94,9 +106,13 @@ class DecodeGraphs:
 
     def replay(self, batch: int) -> torch.Tensor:
         """Queues the step on the current stream; its logits' words, valid until the next one."""
-        self._graphs[batch].replay()
-        return self._logits[batch]
+        graphs = self._graphs[batch]
+        graphs.step.replay()
+        return graphs.logits
+
+    def draw_masked(self, batch: int) -> None:
+        """Queues what the last step, of this batch, draws late."""
+        self._graphs[batch].masked_draw.replay()
 
     def close(self) -> None:
-        self._logits.clear()
         self._graphs.clear()

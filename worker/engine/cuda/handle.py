@@ -25,11 +25,13 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Undrawn:
-    """A step with features of which all is queued but the draw of its entries."""
+    """A step of which all is queued but what it draws late."""
 
-    step: FeaturedStep
     drawn: Drawn
-    # Holds the step's words until they are read.
+    # Whose graph draws; None: no graph does.
+    graph_batch: int | None
+    featured: FeaturedStep | None
+    # Holds the features' words until they are read.
     slot: Slot
 
 

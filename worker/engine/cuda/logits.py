@@ -26,6 +26,19 @@ def load_logits(pointers, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def is_drawn(number, IS_MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a row draws now, by the number of its late mask, 0 if it has none."""
+    return number != 0 if IS_MASKED else number == 0
+
+
+@triton.jit
+def is_permitted(mask, token, exists):  # type: ignore[no-untyped-def]
+    """Whether a mask, one bit for each token, has those of these tokens."""
+    word = tl.load(mask + token // 32, exists, 0)
+    return ((word >> (token % 32)) & 1) != 0
+
+
+@triton.jit
 def ordered(x):  # type: ignore[no-untyped-def]
     """An int32 that orders as the float32 x does."""
     bits = x.to(tl.int32, bitcast=True)

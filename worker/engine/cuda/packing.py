@@ -16,11 +16,6 @@ REPETITION, FREQUENCY, PRESENCE = range(9, 12)
 OPENING_WORDS = 12
 NO_MASK = -1
 
-# Fields of an entry, which is a row that does not draw from the model's own logits: its index
-# in the plan, the index of its late mask or NO_MASK, and whether it has an opening.
-PLAN_ROW, MASK, IS_ADJUSTED = range(3)
-ENTRY_FIELDS = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Features:
@@ -36,10 +31,11 @@ class Features:
     masks: slice
     bias_ids: slice
     bias_values: slice
-    # [ENTRY_FIELDS, num_entries and padding]
-    entries: slice
-    num_entries: int
-    num_masked: int
+    # Indices of the plan's rows that are adjusted, and padding.
+    adjusted: slice
+    num_adjusted: int
+    # Whether any of them has a late mask.
+    has_masked: bool
     # Indices of the plan's rows whose token's log-probability is wanted.
     logprob_rows: slice
     num_top: int
@@ -49,21 +45,20 @@ class Features:
 
 
 def pack(plan: StepPlan, vocab_size: int) -> Features | None:
-    """None for an ordinary plan."""
+    """None for a plan that asks no more than that; a late mask needs nothing of this."""
     asked = plan.logprobs
-    if not (plan.openings or len(plan.adjusted) or len(plan.masked) or asked):
+    if not (plan.openings or len(plan.adjusted) or asked):
         return None
     words = _Words()
     nothing = np.empty(0, np.int32)
     header, token_ids, masks, bias_ids, bias_values = _openings(plan.openings, vocab_size)
-    entries, num_entries = _entries(plan)
     places = {
         "openings": words.add(header),
         "token_ids": words.add(token_ids),
         "masks": words.add(masks),
         "bias_ids": words.add(bias_ids),
         "bias_values": words.add(bias_values),
-        "entries": words.add(entries),
+        "adjusted": words.add(_padded(plan.adjusted)),
         "logprob_rows": words.add(asked.rows if asked else nothing),
         "prompt_inputs": words.add(asked.prompt_inputs if asked else nothing),
         "prompt_targets": words.add(asked.prompt_targets if asked else nothing),
@@ -72,8 +67,8 @@ def pack(plan: StepPlan, vocab_size: int) -> Features | None:
         words=words.joined(),
         num_openings=len(plan.openings),
         longest_opening=max((len(one.token_ids) for one in plan.openings), default=0),
-        num_entries=num_entries,
-        num_masked=len(plan.masked),
+        num_adjusted=len(plan.adjusted),
+        has_masked=bool(np.isin(plan.adjusted, plan.masked).any()),
         num_top=asked.num_top if asked else 0,
         num_prompt_top=asked.num_prompt_top if asked else 0,
         **places,
@@ -97,6 +92,12 @@ class _Words:
 
     def joined(self) -> Int32Array:
         return np.concatenate(self._parts)
+
+
+def _padded(indices: Int32Array) -> Int32Array:
+    padded = np.zeros(align_words(len(indices)), np.int32)
+    padded[: len(indices)] = indices
+    return padded
 
 
 def _openings(openings: tuple[RowOpening, ...], vocab_size: int) -> list[np.ndarray]:
@@ -156,14 +157,3 @@ def _mask(
 
 def _concatenated(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
-
-
-def _entries(plan: StepPlan) -> tuple[Int32Array, int]:
-    """[ENTRY_FIELDS, aligned] and how many are not padding."""
-    rows = np.union1d(plan.adjusted, plan.masked)
-    entries = np.zeros((ENTRY_FIELDS, align_words(len(rows))), np.int32)
-    entries[MASK] = NO_MASK
-    entries[PLAN_ROW, : len(rows)] = rows
-    entries[MASK, np.searchsorted(rows, plan.masked)] = np.arange(len(plan.masked))
-    entries[IS_ADJUSTED, np.searchsorted(rows, plan.adjusted)] = 1
-    return entries, len(rows)

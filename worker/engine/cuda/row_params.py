@@ -6,6 +6,7 @@ import torch
 
 from worker.engine.cuda.staging import (
     IS_GREEDY,
+    MASK,
     MIN_P,
     POSITIONS,
     SEED_HIGH,
@@ -31,6 +32,8 @@ class RowParams:
     is_greedy: torch.Tensor
     # Where the drawn token will stand in its request.
     positions: torch.Tensor
+    # Number of the row's late mask, from 1; 0: it has none.
+    mask: torch.Tensor
 
     @classmethod
     def of_block(cls, block: torch.Tensor) -> "RowParams":
@@ -45,6 +48,7 @@ class RowParams:
             seed_high=block[SEED_HIGH],
             is_greedy=block[IS_GREEDY],
             positions=block[POSITIONS],
+            mask=block[MASK],
         )
 
     @property

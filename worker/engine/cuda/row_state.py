@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from worker.engine.cuda import packing
-from worker.engine.cuda.logits import load_logits
+from worker.engine.cuda.logits import is_permitted, load_logits
 from worker.engine.cuda.packing import Features
 
 # The most that a request may ask for.
@@ -31,8 +31,6 @@ _REPETITION = tl.constexpr(packing.REPETITION)
 _FREQUENCY = tl.constexpr(packing.FREQUENCY)
 _PRESENCE = tl.constexpr(packing.PRESENCE)
 _OPENING_WORDS = tl.constexpr(packing.OPENING_WORDS)
-_MASK = tl.constexpr(packing.MASK)
-_IS_ADJUSTED = tl.constexpr(packing.IS_ADJUSTED)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -89,33 +87,30 @@ class RowState:
         self,
         out: torch.Tensor,
         logits: torch.Tensor,
-        entries: torch.Tensor,
-        num_entries: int,
+        places: torch.Tensor,
         *,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        masks: torch.Tensor,
     ) -> None:
-        """out[i] = the logits that entry i draws from, float32.
+        """out[i] = the logits that the plan's row places[i] draws from, float32.
 
-        `logits` [num plan rows, vocab_size] are int16 bits of bfloat16, or float32; `entries`
-        are [ENTRY_FIELDS, padded]; `rows` and `positions` are the entries', in their order;
-        `masks` [num_masks, mask words].
+        `logits` [num plan rows, vocab_size] are int16 bits of bfloat16, or float32; `rows` and
+        `positions` are those of `places`, in their order.
         """
+        num_adjusted = len(places)
         state = (self._seen, self._permitted, self._params)
-        sizes = (self._vocab_size, logits.stride(0), self._num_words, entries.shape[1])
+        sizes = (self._vocab_size, logits.stride(0), self._num_words)
         # Not fused: the reference rounds after each operation, too.
         options = {"num_warps": 8, "enable_fp_fusion": False}
-        _adjust_kernel[(triton.cdiv(self._vocab_size, 4096), num_entries)](
-            out, logits, entries, rows, positions, masks, *state, *sizes, BLOCK=4096, **options
+        _adjust_kernel[(triton.cdiv(self._vocab_size, 4096), num_adjusted)](
+            out, logits, places, rows, positions, *state, *sizes, BLOCK=4096, **options
         )
-        _bias_kernel[(num_entries,)](
+        _bias_kernel[(num_adjusted,)](
             out,
             logits,
-            entries,
+            places,
             rows,
             positions,
-            masks,
             *state,
             self._bias_ids,
             self._bias_values,
@@ -128,18 +123,15 @@ class RowState:
         self,
         drawn: torch.Tensor,
         token_ids: torch.Tensor,
-        entries: torch.Tensor,
-        num_entries: int,
+        places: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
-        """Puts what entries drew where the plan's tokens are, and counts it for adjusted rows.
+        """Puts what the rows `places` of the plan drew where its tokens are, and counts it.
 
-        `token_ids` hold what the rows drew from the model's own logits: if those were faulty,
-        they stay so.
+        `token_ids` hold what they drew from the model's own logits: if those were faulty, they
+        stay so.
         """
-        _count_kernel[(num_entries,)](
-            drawn, token_ids, entries, rows, self._seen, self._vocab_size, entries.shape[1]
-        )
+        _count_kernel[(len(places),)](drawn, token_ids, places, rows, self._seen, self._vocab_size)
 
 
 @triton.jit
@@ -203,12 +195,6 @@ def _param(settings, row, field):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _is_set(mask, token, exists):  # type: ignore[no-untyped-def]
-    word = tl.load(mask + token // 32, exists, 0)
-    return ((word >> (token % 32)) & 1) != 0
-
-
-@triton.jit
 def _adjusted(  # type: ignore[no-untyped-def]
     x, bias, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
 ):
@@ -228,50 +214,43 @@ def _adjusted(  # type: ignore[no-untyped-def]
     x = x - (frequency * count.to(tl.float32) + tl.where(count > 0, presence, 0.0))
     early = (position < _param(settings, row, _MIN_LEN)).to(tl.int64)
     mask = permitted + (row * 2 + early) * num_words
-    return tl.where(_is_set(mask, token, exists), x, float("-inf"))
+    return tl.where(is_permitted(mask, token, exists), x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_padded"])
+@triton.jit
 def _adjust_kernel(  # type: ignore[no-untyped-def]
     out,
     logits,
-    entries,
+    places,
     rows,
     positions,
-    masks,
     seen,
     permitted,
     settings,
     vocab_size,
     stride,
     num_words,
-    num_padded,
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(1)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = token < vocab_size
-    x = load_logits(logits + tl.load(entries + entry).to(tl.int64) * stride + token, exists)
-    if tl.load(entries + _IS_ADJUSTED * num_padded + entry) != 0:
-        row = tl.load(rows + entry).to(tl.int64)
-        position = tl.load(positions + entry)
-        x = _adjusted(
-            x, 0.0, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
-        )
-    index = tl.load(entries + _MASK * num_padded + entry)
-    if index >= 0:
-        x = tl.where(_is_set(masks + index * num_words, token, exists), x, float("-inf"))
+    x = load_logits(logits + tl.load(places + entry).to(tl.int64) * stride + token, exists)
+    row = tl.load(rows + entry).to(tl.int64)
+    position = tl.load(positions + entry)
+    x = _adjusted(
+        x, 0.0, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
+    )
     tl.store(out + entry.to(tl.int64) * vocab_size + token, x, exists)
 
 
-@triton.jit(do_not_specialize=["num_padded"])
+@triton.jit
 def _bias_kernel(  # type: ignore[no-untyped-def]
     out,
     logits,
-    entries,
+    places,
     rows,
     positions,
-    masks,
     seen,
     permitted,
     settings,
@@ -280,37 +259,30 @@ def _bias_kernel(  # type: ignore[no-untyped-def]
     vocab_size,
     stride,
     num_words,
-    num_padded,
     BLOCK: tl.constexpr,
 ):
     """Once more, for the few tokens that have a bias, which comes before the penalties."""
     entry = tl.program_id(0)
-    if tl.load(entries + _IS_ADJUSTED * num_padded + entry) == 0:
-        return
     row = tl.load(rows + entry).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < _param(settings, row, _NUM_BIASES)
     token = tl.load(bias_ids + row * BLOCK + i, exists, 0)
     bias = tl.load(bias_values + row * BLOCK + i, exists, 0.0)
-    x = load_logits(logits + tl.load(entries + entry).to(tl.int64) * stride + token, exists)
+    x = load_logits(logits + tl.load(places + entry).to(tl.int64) * stride + token, exists)
     position = tl.load(positions + entry)
     x = _adjusted(
         x, bias, token, exists, row, position, seen, permitted, settings, vocab_size, num_words
     )
-    index = tl.load(entries + _MASK * num_padded + entry)
-    if index >= 0:
-        x = tl.where(_is_set(masks + index * num_words, token, exists), x, float("-inf"))
     tl.store(out + entry.to(tl.int64) * vocab_size + token, x, exists)
 
 
-@triton.jit(do_not_specialize=["num_padded"])
-def _count_kernel(drawn, token_ids, entries, rows, seen, vocab_size, num_padded):  # type: ignore[no-untyped-def]
+@triton.jit
+def _count_kernel(drawn, token_ids, places, rows, seen, vocab_size):  # type: ignore[no-untyped-def]
     entry = tl.program_id(0)
-    place = token_ids + tl.load(entries + entry)
+    place = token_ids + tl.load(places + entry)
     # What the model said may be unsound although what is left of it is not.
     token = tl.where(tl.load(place) < 0, -1, tl.load(drawn + entry))
     tl.store(place, token)
-    is_adjusted = tl.load(entries + _IS_ADJUSTED * num_padded + entry) != 0
-    if is_adjusted & (token >= 0):
+    if token >= 0:
         counter = seen + tl.load(rows + entry).to(tl.int64) * vocab_size + token
         tl.store(counter, tl.load(counter) + 2)

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from worker.engine.cuda.bounds import Bounds
-from worker.engine.cuda.logits import as_words, load_logits
+from worker.engine.cuda.logits import as_words, is_drawn, is_permitted, load_logits
 from worker.engine.cuda.row_params import RowParams
 
 # Token id that stands for a row whose logits were not finite.
@@ -38,8 +38,12 @@ class Sampler:
         write_rows: torch.Tensor,
         token_pool: torch.Tensor,
         token_ids: torch.Tensor,
+        masks: torch.Tensor | None = None,
     ) -> None:
         """Draws for `logits` [num_rows, vocab_size], the model's bfloat16 or adjusted float32.
+
+        Without `masks` [any, mask words] the rows draw that have none, and with them those that
+        have one, what it permits.
 
         token_pool[write_rows] and `token_ids` take the tokens; the latter takes FAULTY for a
         row whose logits are not finite, and the pool 0.
@@ -48,7 +52,9 @@ class Sampler:
         words = as_words(logits)
         _draw_kernel[(self._num_splits, num_rows)](
             words,
-            self._bounds.find(words, params),
+            params.mask,
+            words if masks is None else masks,
+            self._bounds.find(words, params, masks),
             self._best,
             self._best_ids,
             params.temperature,
@@ -58,18 +64,21 @@ class Sampler:
             params.positions,
             self._vocab_size,
             words.stride(0),
+            IS_MASKED=masks is not None,
             SPLIT=_SPLIT,
             BLOCK=2048,
             FAST=not triton.knobs.runtime.interpret,
             num_warps=8,
         )
         _choose_kernel[(num_rows,)](
+            params.mask,
             self._best,
             self._best_ids,
             write_rows,
             token_pool,
             token_ids,
             self._num_splits,
+            IS_MASKED=masks is not None,
             BLOCK=triton.next_power_of_2(self._num_splits),
             num_warps=1,
         )
@@ -92,8 +101,24 @@ def _log2(x, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _gumbel(token, stream, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Noise of each token, from its own hash."""
+    LN2: tl.constexpr = 0.6931471805599453
+    h = _mix(token.to(tl.uint32) * 0x9E3779B1 + stream)
+    # In (0, 1); fine near 0, where the winners come from. -log(1 - u) is exponential:
+    # by its series for small u, where the device's logarithm is not exact enough.
+    u = (h.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    u = tl.minimum(u, 0.99999994)
+    series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
+    exponential = tl.where(u < 0.03125, series, -LN2 * _log2(1.0 - u, FAST))
+    return -LN2 * _log2(exponential, FAST)
+
+
+@triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits,
+    numbers,
+    masks,
     bounds,
     best,
     best_ids,
@@ -104,13 +129,18 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     positions,
     vocab_size,
     stride,
+    IS_MASKED: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    LN2: tl.constexpr = 0.6931471805599453
     split = tl.program_id(0)
     row = tl.program_id(1)
+    number = tl.load(numbers + row)
+    if not is_drawn(number, IS_MASKED):
+        return
+    if IS_MASKED:
+        masks += (number - 1) * tl.cdiv(vocab_size, 32)
     base = logits + row.to(tl.int64) * stride
     greedy = tl.load(is_greedy + row) != 0
     bound = tl.load(bounds + row)
@@ -134,16 +164,11 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         mask = token < end
         x = load_logits(base + token, mask)
         is_faulty |= (mask & ((x != x) | (x == float("inf")))).to(tl.int32)
+        if IS_MASKED:
+            x = tl.where(is_permitted(masks, token, mask), x, float("-inf"))
         score = x * inverse_temperature
         if not greedy:
-            h = _mix(token.to(tl.uint32) * 0x9E3779B1 + stream)
-            # In (0, 1); fine near 0, where the winners come from. -log(1 - u) is exponential:
-            # by its series for small u, where the device's logarithm is not exact enough.
-            u = (h.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
-            u = tl.minimum(u, 0.99999994)
-            series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
-            exponential = tl.where(u < 0.03125, series, -LN2 * _log2(1.0 - u, FAST))
-            score = score - LN2 * _log2(exponential, FAST)
+            score = score + _gumbel(token, stream, FAST)
         score = tl.where(mask & (x >= bound), score, float("-inf"))
         # Strictly greater: of equal scores the lowest token id wins.
         wins = score > top
@@ -161,9 +186,19 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    best, best_ids, write_rows, token_pool, token_ids, num_splits, BLOCK: tl.constexpr
+    numbers,
+    best,
+    best_ids,
+    write_rows,
+    token_pool,
+    token_ids,
+    num_splits,
+    IS_MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
+    if not is_drawn(tl.load(numbers + row), IS_MASKED):
+        return
     split = tl.arange(0, BLOCK)
     mask = split < num_splits
     score = tl.load(best + row * num_splits + split, mask=mask, other=float("-inf"))

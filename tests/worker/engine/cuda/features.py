@@ -103,11 +103,14 @@ class Device:
         token_ids = torch.zeros(align_words(plan.num_rows), dtype=torch.int32, device=self._device)
         featured = self._open(plan)
         params = RowParams.of_block(block)
-        self._sampler.sample(logits, params, block[WRITE_ROWS], self.token_pool, token_ids)
+        into = params, block[WRITE_ROWS], self.token_pool, token_ids
+        self._sampler.sample(logits, *into)
+        if bitmasks is not None:
+            masks = self.featured.masks.words
+            masks[: len(bitmasks)] = torch.from_numpy(bitmasks)
+            self._sampler.sample(logits, *into, masks)
         if featured is None:
             return token_ids[: plan.num_rows].cpu().numpy(), None
-        if bitmasks is not None:
-            self.featured.masks.words[: len(bitmasks)] = torch.from_numpy(bitmasks)
         self.featured.draw(featured, Drawn(block, logits, token_ids, self.token_pool))
         if self._device.type == "cuda":
             torch.cuda.synchronize()

@@ -58,6 +58,7 @@ def filtering(
         seed_high=nothing,
         is_greedy=nothing,
         positions=nothing,
+        mask=nothing,
     )
 
 

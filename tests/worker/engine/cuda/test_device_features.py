@@ -98,6 +98,23 @@ def test_tokens_of_some_steps_are_those_of_the_reference(device: torch.device) -
     assert same >= (1.0 if device.type == "cpu" else 0.95) * steps * len(ROWS)
 
 
+def test_rows_with_nothing_but_a_mask_draw_what_it_leaves(device: torch.device) -> None:
+    ours, rng = Device(device), np.random.default_rng(6)
+    same, steps = 0, 6
+    for step in range(steps):
+        lens = np.full(len(ROWS), 35 + step, np.int32)
+        plan = replace(decode_plan(ROWS, lens, sampling(len(ROWS), seed=step)), masked=MASKED)
+        logits, masks = model_logits(len(ROWS), seed=step), random_masks(rng, len(MASKED))
+        reference = Reference()
+        expected = reference.draw(plan, reference.logits(plan, logits, masks))
+        token_ids, _ = ours.step(plan, logits, masks)
+        for mask, token_id in zip(masks, token_ids[MASKED].tolist(), strict=True):
+            assert mask[token_id // 32] >> (token_id % 32) & 1
+        assert np.array_equal(ours.token_pool.cpu().numpy()[ROWS], token_ids)
+        same += int((token_ids == expected).sum())
+    assert same >= (1.0 if device.type == "cpu" else 0.95) * steps * len(ROWS)
+
+
 def test_adjusted_logits_are_those_of_the_reference(device: torch.device) -> None:
     rng = np.random.default_rng(3)
     plan, logits = plan_of_step(0, rng), model_logits(len(ROWS), seed=3)
