@@ -14,7 +14,7 @@ import torch
 
 from worker.engine.cuda.bounds import Bounds
 from worker.engine.cuda.clock import timing_event
-from worker.engine.cuda.features import Drawn, FeaturedSampling
+from worker.engine.cuda.features import FeaturedSampling, StepOutputs
 from worker.engine.cuda.logits import as_words
 from worker.engine.cuda.logprobs import Logprobs
 from worker.engine.cuda.packing import pack
@@ -102,7 +102,7 @@ class Bench:
         features = pack(replace(plan, openings=openings), self._vocab_size)
         assert features is not None
         step = self._featured.open(features, torch.from_numpy(features.words).cuda())
-        drawn = Drawn(self._block(plan), self._logits, self._token_ids, self._token_pool)
+        drawn = StepOutputs(self._block(plan), self._logits, self._token_ids, self._token_pool)
         return lambda: self._featured.draw(step, drawn)
 
 

@@ -87,7 +87,7 @@ def _parse() -> tuple[argparse.Namespace, WorkerConfig]:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=32, help="requests in all")
     parser.add_argument("--constrained", type=int, default=16, help="of them, in mixed passes")
-    parser.add_argument("--rules", type=int, default=10_000, help="so many are not the same")
+    parser.add_argument("--rules", type=int, default=1000, help="distinct ones, at most")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of each request")
     parser.add_argument("--tokens", type=int, default=128, help="of each completion")
     parser.add_argument("--rounds", type=int, default=3)

@@ -70,7 +70,8 @@ class Bounds:
             programs = 1
         _bound_kernel[(programs * num_rows,)](
             logits,
-            params.mask,
+            params.mask_number,
+            # Something to point at: it is not read.
             logits if masks is None else masks,
             self._bounds,
             self._lists,
@@ -97,7 +98,7 @@ class Bounds:
 @triton.jit(do_not_specialize=["programs"])
 def _bound_kernel(  # type: ignore[no-untyped-def]
     logits,
-    numbers,
+    mask_numbers,
     masks,
     bounds,
     lists,
@@ -119,22 +120,22 @@ def _bound_kernel(  # type: ignore[no-untyped-def]
     WAYS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    number = tl.atomic_add(begun, 1, sem="relaxed")
-    if number == tl.num_programs(0) - 1:
+    order = tl.atomic_add(begun, 1, sem="relaxed")
+    if order == tl.num_programs(0) - 1:
         tl.store(begun, 0)
-    mine = number % programs
-    row = number // programs
+    mine = order % programs
+    row = order // programs
     if not has_filter(row, top_k, top_p, min_p, is_greedy, vocab_size):
         if mine == 0:
             tl.store(bounds + row, float("-inf"))
         return
-    number = tl.load(numbers + row)
-    if not is_drawn(number, IS_MASKED):
+    mask_number = tl.load(mask_numbers + row)
+    if not is_drawn(mask_number, IS_MASKED):
         return
     base = logits + row.to(tl.int64) * stride
     mask = masks
     if IS_MASKED:
-        mask = masks + (number - 1) * tl.cdiv(vocab_size, 32)
+        mask = masks + (mask_number - 1) * tl.cdiv(vocab_size, 32)
     lists += row * PIECE
     said += row * (2 * NUM_PIECES * WORDS)
     comings += row * 2

@@ -5,8 +5,8 @@ runs the step. A step's input tokens are gathered from the token pool, where the
 wrote them on the device, so step N+1 can be queued while step N runs and nothing waits for
 the host. Sampled tokens are copied to pinned memory; an event says when they are there.
 
-A step with masked rows is queued up to its ordinary draw, and the rest of it when the masks
-come, with the step that was launched since, if one was. Nothing on the device waits for
+A step with masked rows is queued up to the draw of its other rows, and the rest of it when the
+masks come, with the step that was launched since, if one was. Nothing on the device waits for
 masks, so a step that never gets them is just dropped.
 """
 
@@ -26,7 +26,7 @@ from worker.engine.cuda.attention import (
 )
 from worker.engine.cuda.clock import DeviceClock, StepTiming
 from worker.engine.cuda.decode_attention import DecodeShape, DecodeWork
-from worker.engine.cuda.features import Drawn, FeaturedSampling, FeaturedStep
+from worker.engine.cuda.features import FeaturedSampling, FeaturedStep, StepOutputs
 from worker.engine.cuda.graphs import DecodeGraphs
 from worker.engine.cuda.handle import CudaStep, Results, Undrawn
 from worker.engine.cuda.ops import CudaOps
@@ -40,6 +40,7 @@ from worker.engine.cuda.staging import (
     NUM_FIELDS,
     ROWS,
     WRITE_ROWS,
+    Slot,
     Staged,
     Staging,
     align_words,
@@ -202,16 +203,17 @@ class CudaEngine:
 
     def draw_masked(self, undrawn: Undrawn, bitmasks: Int32Array, results: Results) -> None:
         """Queues the rest of a step that waited for masks. Raises EngineError."""
+        assert len(bitmasks) == undrawn.num_masked, "a mask for each row that waits"
         self._check_usable()
         stream, masks = self._engine_stream, self._featured.masks
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
                 masks.provide(bitmasks, self._scheduler_stream, stream)
                 if undrawn.graph_batch is None:
-                    self._draw_masked(undrawn.drawn.logits)
+                    self._draw_masked(undrawn.outputs.logits)
                 else:
                     self._graphs.draw_masked(undrawn.graph_batch)
-                self._draw_features(undrawn)
+                self._draw_features(undrawn.featured, undrawn.outputs, undrawn.slot)
                 masks.was_read(stream)
                 self._queue_results(results)
         except RuntimeError as error:
@@ -267,19 +269,21 @@ class CudaEngine:
             self._num_launched += 1
             results = Results(host, timing, featured)
             block = inputs.view(NUM_FIELDS, num_columns)
-            drawn = Drawn(block, logits, self._token_ids, self._token_pool)
-            undrawn = Undrawn(drawn, graph_batch, featured, staged.slot)
-            if len(plan.masked):
-                return results, undrawn
-            self._draw_features(undrawn)
+            outputs = StepOutputs(block, logits, self._token_ids, self._token_pool)
+            num_masked = len(plan.masked)
+            if num_masked:
+                return results, Undrawn(outputs, num_masked, graph_batch, featured, staged.slot)
+            self._draw_features(featured, outputs, staged.slot)
             self._queue_results(results)
         return results, None
 
-    def _draw_features(self, undrawn: Undrawn) -> None:
-        if undrawn.featured is not None:
-            self._featured.draw(undrawn.featured, undrawn.drawn)
+    def _draw_features(
+        self, featured: FeaturedStep | None, outputs: StepOutputs, slot: Slot
+    ) -> None:
+        if featured is not None:
+            self._featured.draw(featured, outputs)
             # Later than the step's inputs, which were read before: the slot is free only now.
-            undrawn.slot.read.record(self._engine_stream)
+            slot.read.record(self._engine_stream)
 
     def _queue_results(self, results: Results) -> None:
         host = results.host_token_ids
@@ -293,7 +297,7 @@ class CudaEngine:
         return self._graphs.replay(graph_batch)
 
     def _decode(self, batch: int) -> torch.Tensor:
-        """A whole decode step from the inputs to the token pool; its logits."""
+        """A decode step from the inputs to the token pool, but for masked rows; its logits."""
         block = self._block(batch)
         step = StepRows(block[ROWS, :batch], block[CACHED_LENS, :batch], self._page_table)
         token_ids = self._token_pool.index_select(0, step.rows)
@@ -304,7 +308,7 @@ class CudaEngine:
     def _extend(
         self, plan: StepPlan, staged: Staged, featured: FeaturedStep | None
     ) -> torch.Tensor:
-        """A step with prefill rows, from the inputs to the token pool; its logits."""
+        """A step with prefill rows, as `_decode`; its logits."""
         assert torch.cuda.current_stream() == self._engine_stream
         num_rows, num_decode = plan.num_rows, plan.num_decode
         block = self._block(num_rows)

@@ -47,8 +47,9 @@ class FeaturedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What an ordinary step leaves: its inputs, its logits and its tokens."""
+class StepOutputs:
+    """What an ordinary step leaves: its inputs, its logits, and its tokens but for those that wait
+    for masks."""
 
     # [NUM_FIELDS, num_columns]
     row_block: torch.Tensor
@@ -103,20 +104,20 @@ class FeaturedSampling:
             )
             step.prompt[part].copy_(words, non_blocking=True)
 
-    def draw(self, step: FeaturedStep, drawn: Drawn) -> None:
+    def draw(self, step: FeaturedStep, outputs: StepOutputs) -> None:
         """Draws for the step's adjusted rows, then looks up what log-probabilities it owes.
 
         Rows with a late mask take it from `masks`, which must have been provided.
         """
         features = step.features
         if features.num_adjusted:
-            self._draw_adjusted(step, drawn)
+            self._draw_adjusted(step, outputs)
         rows = step.words[features.logprob_rows]
         if len(rows):
             words = self._logprobs.compute(
-                as_words(drawn.logits),
+                as_words(outputs.logits),
                 rows,
-                drawn.token_ids.index_select(0, rows),
+                outputs.token_ids.index_select(0, rows),
                 features.num_top,
             )
             step.sampled = _pinned(len(rows), features.num_top)
@@ -127,29 +128,25 @@ class FeaturedSampling:
         but for their late masks."""
         return self._adjusted[:num_rows]
 
-    def _draw_adjusted(self, step: FeaturedStep, drawn: Drawn) -> None:
+    def _draw_adjusted(self, step: FeaturedStep, outputs: StepOutputs) -> None:
         padded = step.words[step.features.adjusted]
         places = padded[: step.features.num_adjusted]
         # With the padding, so that each field is aligned.
-        block = drawn.row_block.index_select(1, padded)
+        block = outputs.row_block.index_select(1, padded)
         adjusted = self.last_adjusted(len(places))
         self._state.adjust(
             adjusted,
-            as_words(drawn.logits),
+            as_words(outputs.logits),
             places,
             rows=block[ROWS],
             positions=block[POSITIONS],
         )
-        for masks in (None, self.masks.words) if step.features.has_masked else (None,):
-            self._sampler.sample(
-                adjusted,
-                RowParams.of_block(block),
-                block[WRITE_ROWS],
-                drawn.token_pool,
-                self._drawn,
-                masks,
-            )
-        self._state.count(self._drawn, drawn.token_ids, places, block[ROWS])
+        params = RowParams.of_block(block)
+        into = block[WRITE_ROWS], outputs.token_pool, self._drawn
+        self._sampler.sample(adjusted, params, *into)
+        if step.features.has_masked:
+            self._sampler.sample(adjusted, params, *into, self.masks.words)
+        self._state.count(self._drawn, outputs.token_ids, places, block[ROWS])
 
 
 def _pinned(num_entries: int, num_top: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from shared.errors import EngineError
 from worker.engine.cuda.clock import DeviceClock, StepTiming
-from worker.engine.cuda.features import Drawn, FeaturedStep
+from worker.engine.cuda.features import FeaturedStep, StepOutputs
 from worker.engine.cuda.staging import Slot
 from worker.step import Int32Array, StepResult
 
@@ -27,7 +27,8 @@ class Results:
 class Undrawn:
     """A step of which all is queued but what it draws late."""
 
-    drawn: Drawn
+    outputs: StepOutputs
+    num_masked: int
     # Whose graph draws; None: no graph does.
     graph_batch: int | None
     featured: FeaturedStep | None

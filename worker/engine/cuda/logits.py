@@ -26,9 +26,9 @@ def load_logits(pointers, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def is_drawn(number, IS_MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def is_drawn(mask_number, IS_MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether a row draws now, by the number of its late mask, 0 if it has none."""
-    return number != 0 if IS_MASKED else number == 0
+    return mask_number != 0 if IS_MASKED else mask_number == 0
 
 
 @triton.jit

@@ -162,7 +162,7 @@ def _overhead_bytes(model: Decoder, ops: CudaOps, trial: Memory, graph_sizes: li
     return max(0, taken) + len(graph_sizes) * _GRAPH_BYTES
 
 
-# The driver's share of one captured step of 300 kernels, generously.
+# The driver's share of one captured step of 300 kernels and its late draw, generously.
 _GRAPH_BYTES = 16 << 20
 
 

@@ -6,7 +6,7 @@ import torch
 
 from worker.engine.cuda.staging import (
     IS_GREEDY,
-    MASK,
+    MASK_NUMBER,
     MIN_P,
     POSITIONS,
     SEED_HIGH,
@@ -33,7 +33,7 @@ class RowParams:
     # Where the drawn token will stand in its request.
     positions: torch.Tensor
     # Number of the row's late mask, from 1; 0: it has none.
-    mask: torch.Tensor
+    mask_number: torch.Tensor
 
     @classmethod
     def of_block(cls, block: torch.Tensor) -> "RowParams":
@@ -48,7 +48,7 @@ class RowParams:
             seed_high=block[SEED_HIGH],
             is_greedy=block[IS_GREEDY],
             positions=block[POSITIONS],
-            mask=block[MASK],
+            mask_number=block[MASK_NUMBER],
         )
 
     @property

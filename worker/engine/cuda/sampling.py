@@ -52,7 +52,8 @@ class Sampler:
         words = as_words(logits)
         _draw_kernel[(self._num_splits, num_rows)](
             words,
-            params.mask,
+            params.mask_number,
+            # Something to point at: it is not read.
             words if masks is None else masks,
             self._bounds.find(words, params, masks),
             self._best,
@@ -71,7 +72,7 @@ class Sampler:
             num_warps=8,
         )
         _choose_kernel[(num_rows,)](
-            params.mask,
+            params.mask_number,
             self._best,
             self._best_ids,
             write_rows,
@@ -117,7 +118,7 @@ def _gumbel(token, stream, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits,
-    numbers,
+    mask_numbers,
     masks,
     bounds,
     best,
@@ -136,11 +137,12 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 ):
     split = tl.program_id(0)
     row = tl.program_id(1)
-    number = tl.load(numbers + row)
-    if not is_drawn(number, IS_MASKED):
+    mask_number = tl.load(mask_numbers + row)
+    if not is_drawn(mask_number, IS_MASKED):
         return
+    mask = masks
     if IS_MASKED:
-        masks += (number - 1) * tl.cdiv(vocab_size, 32)
+        mask = masks + (mask_number - 1) * tl.cdiv(vocab_size, 32)
     base = logits + row.to(tl.int64) * stride
     greedy = tl.load(is_greedy + row) != 0
     bound = tl.load(bounds + row)
@@ -161,15 +163,15 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(begin + SPLIT, vocab_size)
     for start in range(begin, end, BLOCK):
         token = start + column
-        mask = token < end
-        x = load_logits(base + token, mask)
-        is_faulty |= (mask & ((x != x) | (x == float("inf")))).to(tl.int32)
+        exists = token < end
+        x = load_logits(base + token, exists)
+        is_faulty |= (exists & ((x != x) | (x == float("inf")))).to(tl.int32)
         if IS_MASKED:
-            x = tl.where(is_permitted(masks, token, mask), x, float("-inf"))
+            x = tl.where(is_permitted(mask, token, exists), x, float("-inf"))
         score = x * inverse_temperature
         if not greedy:
             score = score + _gumbel(token, stream, FAST)
-        score = tl.where(mask & (x >= bound), score, float("-inf"))
+        score = tl.where(exists & (x >= bound), score, float("-inf"))
         # Strictly greater: of equal scores the lowest token id wins.
         wins = score > top
         top = tl.where(wins, score, top)
@@ -186,7 +188,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
-    numbers,
+    mask_numbers,
     best,
     best_ids,
     write_rows,
@@ -197,7 +199,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    if not is_drawn(tl.load(numbers + row), IS_MASKED):
+    if not is_drawn(tl.load(mask_numbers + row), IS_MASKED):
         return
     split = tl.arange(0, BLOCK)
     mask = split < num_splits

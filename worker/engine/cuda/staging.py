@@ -19,7 +19,7 @@ from worker.step import Int32Array, StepPlan
 # Per-row fields of a step, one line each in the row block; the last three are float32.
 ROWS, CACHED_LENS, WRITE_ROWS, POSITIONS, LAST_TOKENS = range(5)
 # Number of the row's late mask, from 1; 0: it has none.
-MASK = 5
+MASK_NUMBER = 5
 TOP_K, SEED_LOW, SEED_HIGH, IS_GREEDY = range(6, 10)
 TEMPERATURE, TOP_P, MIN_P = range(10, 13)
 NUM_FIELDS = 13
@@ -151,8 +151,9 @@ def write_rows(block: Int32Array, plan: StepPlan) -> None:
     block[WRITE_ROWS, :n] = plan.write_rows
     block[POSITIONS, :n] = lens
     block[LAST_TOKENS, :n] = np.cumsum(plan.extend_lens) - 1
-    block[MASK, :n] = 0
-    block[MASK, plan.masked] = np.arange(1, len(plan.masked) + 1)
+    block[MASK_NUMBER, :n] = 0
+    if len(plan.masked):
+        block[MASK_NUMBER, plan.masked] = np.arange(1, len(plan.masked) + 1)
     block[TOP_K, :n] = sampling.top_k
     # Little-endian, as every host of an NVIDIA GPU is.
     block[SEED_LOW, :n] = seeds[:, 0]

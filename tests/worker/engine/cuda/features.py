@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from worker.engine.adjustments import RowAdjustment, apply_masks
-from worker.engine.cuda.features import Drawn, FeaturedSampling, FeaturedStep
+from worker.engine.cuda.features import FeaturedSampling, FeaturedStep, StepOutputs
 from worker.engine.cuda.packing import pack
 from worker.engine.cuda.row_params import RowParams
 from worker.engine.cuda.row_state import mask_words
@@ -111,7 +111,7 @@ class Device:
             self._sampler.sample(logits, *into, masks)
         if featured is None:
             return token_ids[: plan.num_rows].cpu().numpy(), None
-        self.featured.draw(featured, Drawn(block, logits, token_ids, self.token_pool))
+        self.featured.draw(featured, StepOutputs(block, logits, token_ids, self.token_pool))
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return token_ids[: plan.num_rows].cpu().numpy(), featured.logprobs()

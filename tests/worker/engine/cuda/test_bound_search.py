@@ -58,7 +58,7 @@ def filtering(
         seed_high=nothing,
         is_greedy=nothing,
         positions=nothing,
-        mask=nothing,
+        mask_number=nothing,
     )
 
 

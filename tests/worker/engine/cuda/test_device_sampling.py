@@ -48,7 +48,7 @@ def _draw(
         seed_high=on_device(seeds[:, 1]),
         is_greedy=on_device(batch.is_greedy.astype(np.int32)),
         positions=on_device(positions),
-        mask=on_device(np.zeros(count, np.int32)),
+        mask_number=on_device(np.zeros(count, np.int32)),
     )
     pool = torch.zeros(count + 1, dtype=torch.int32, device=device)
     ids = torch.zeros(count, dtype=torch.int32, device=device)
