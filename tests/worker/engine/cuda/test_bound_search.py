@@ -1,14 +1,18 @@
 """Which tokens top-k and top-p keep, exactly, whatever the logits are."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from worker.engine.adjustments import apply_masks
 from worker.engine.cuda.bounds import Bounds
 from worker.engine.cuda.logits import as_words
 from worker.engine.cuda.row_params import RowParams
+from worker.engine.cuda.row_state import mask_words
 from worker.engine.sampling import lowest_admitted
-from worker.step import Float32Array
+from worker.step import Float32Array, Int32Array
 
 # On a GPU, more than two programs' part of a row.
 VOCAB_SIZE = 2 * 8192 + 77
@@ -62,6 +66,25 @@ def filtering(
     )
 
 
+def some_masks() -> Int32Array:
+    rng = np.random.default_rng(1)
+    masks = rng.integers(-(2**31), 2**31, (4, mask_words(VOCAB_SIZE))).astype(np.int32)
+    # Nothing of a whole program's part, and a single token.
+    masks[1, :510] = 0
+    masks[2] = 0
+    masks[2, 400] = 1
+    return masks
+
+
+def assert_keeps(
+    values: torch.Tensor, found: float, temperature: float, filters: tuple[int, float]
+) -> None:
+    k, p = filters
+    wanted = lowest_admitted(values, temperature, k, float(np.float32(p)))
+    possible = values > float("-inf")
+    assert torch.equal(possible & (values >= found), possible & (values >= wanted))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bounds_keep_the_tokens_that_the_reference_keeps(
     dtype: torch.dtype, device: torch.device
@@ -75,11 +98,28 @@ def test_bounds_keep_the_tokens_that_the_reference_keeps(
         filters = [FILTERS[(row + shift) % len(FILTERS)] for row in range(count)]
         params = filtering(temperature, filters, device)
         for row, found in enumerate(bounds.find(words, params).tolist()):
-            values = logits[row].float()
-            k, p = filters[row]
-            wanted = lowest_admitted(values, float(temperature[row]), k, float(np.float32(p)))
-            possible = values > float("-inf")
-            assert torch.equal(possible & (values >= found), possible & (values >= wanted))
+            assert_keeps(logits[row].float(), found, float(temperature[row]), filters[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bounds_of_masked_rows_are_of_what_their_masks_permit(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = awkward_logits()[[0, 5, 6, 7, 0, 5]].to(dtype)
+    temperature = np.full(len(logits), 0.7, np.float32)
+    filters = FILTERS[: len(logits)]
+    masked, masks = np.array([1, 3, 4, 5]), some_masks()
+    numbers = torch.tensor([0, 2, 0, 1, 4, 3], dtype=torch.int32, device=device)
+    params = replace(filtering(temperature, filters, device), mask_number=numbers)
+    bounds, words = Bounds(len(logits), VOCAB_SIZE, device), as_words(logits.to(device))
+    values = logits.float()
+    apply_masks(values.numpy(), masked, masks[numbers.cpu().numpy()[masked] - 1])
+    for _ in range(2):
+        at_once = bounds.find(words, params).tolist()
+        late = bounds.find(words, params, torch.from_numpy(masks).to(device)).tolist()
+        for row in range(len(logits)):
+            found = late[row] if row in masked else at_once[row]
+            assert_keeps(values[row], found, float(temperature[row]), filters[row])
 
 
 @pytest.mark.gpu
@@ -88,10 +128,14 @@ def test_a_row_has_the_same_bound_whoever_shares_the_work(device: torch.device) 
     # Not rounded to bfloat16, so that sums in another order would show.
     rows = awkward_logits()[:1].to(device) + torch.randn(1, VOCAB_SIZE, device=device)
     temperature = np.full(300, 0.7, np.float32)
+    masks = torch.from_numpy(some_masks()).to(device)
     for one in FILTERS:
-        found = []
-        for count in (1, 100, 300):
-            bounds = Bounds(count, VOCAB_SIZE, device)
-            params = filtering(temperature[:count], [one] * count, device)
-            found += bounds.find(rows.repeat(count, 1), params).tolist()
-        assert len(set(found)) == 1
+        for mask_number in (0, 1):
+            found = []
+            for count in (1, 100, 300):
+                bounds = Bounds(count, VOCAB_SIZE, device)
+                params = filtering(temperature[:count], [one] * count, device)
+                params.mask_number.fill_(mask_number)
+                given = masks if mask_number else None
+                found += bounds.find(rows.repeat(count, 1), params, given).tolist()
+            assert len(set(found)) == 1

@@ -25,11 +25,11 @@ from tests.worker.engine.feature_requests import (
 )
 from tests.worker.engine.plans import PlanBuilder
 from tests.worker.engine.serving import Entry, Served, Server
-from tests.worker.models.tiny import SHAPES, write_checkpoint
+from tests.worker.models.tiny import SHAPES, VOCAB_SIZE, write_checkpoint
 from worker.engine.adjustments import RowAdjustment
 from worker.messages import NewRequest
 from worker.scheduler.config import SchedulerConfig
-from worker.step import RowOpening
+from worker.step import Int32Array, RowOpening, StepPlan
 
 pytest.importorskip("flashinfer", reason="FlashInfer is an extra for machines with a GPU")
 pytestmark = [
@@ -230,6 +230,34 @@ def test_graphs_change_nothing_of_what_features_give(engine: CudaEngine, folder:
     assert [one.logprobs for one in with_graphs] == [one.logprobs for one in without]
 
 
+def every_third(plan: StepPlan) -> Int32Array:
+    """Masks of a third of all tokens, which at each position are others."""
+    positions = (plan.cached_lens + plan.extend_lens)[plan.masked]
+    return np.concatenate([only(*range(int(at) % 3, VOCAB_SIZE, 3)) for at in positions])
+
+
+def test_graphs_change_nothing_of_what_masks_leave(engine: CudaEngine, folder: Path) -> None:
+    requests = [
+        replace(
+            one,
+            prompt_token_ids=one.prompt_token_ids[:8],
+            structured_output=ANY_RULE if one.uid in (1, 2, 4, 6, 7) else None,
+        )
+        for one in varied(NUM_ROWS)
+    ]
+    with_graphs = Server(engine, config=CONFIG, masks=every_third).serve(*requests)
+    eager = opened(folder, replace(OPTIONS, graphs=False))
+    try:
+        without = Server(eager, config=CONFIG, masks=every_third).serve(*requests)
+    finally:
+        eager.close()
+    assert tokens_of(with_graphs) == tokens_of(without)
+    for one, given in zip(requests, with_graphs, strict=True):
+        if one.structured_output is not None:
+            # The first token comes after a prompt of 8.
+            assert [token % 3 for token in given.token_ids] == [at % 3 for at in range(8, 28)]
+
+
 def test_features_survive_preemption(folder: Path, model: PreTrainedModel) -> None:
     cramped = opened(folder, replace(OPTIONS, kv_pages=36))
     params = SamplingParams(temperature=0.0, allowed_token_ids=(11, 12, 13, 14))
@@ -264,7 +292,8 @@ def test_masks_decide_what_their_rows_may_sample_and_nothing_of_others(
             uid,
             prompt_of(10, uid),
             12,
-            sampling=SamplingParams(temperature=2.0, seed=uid, presence_penalty=0.5),
+            # Half of them are adjusted, too.
+            sampling=SamplingParams(temperature=2.0, seed=uid, presence_penalty=uid % 2 / 2),
             structured_output=ANY_RULE,
             ignore_eos=True,
         )
@@ -301,6 +330,27 @@ def test_a_step_behind_one_that_waits_for_masks_reads_what_it_draws(engine: Cuda
     told, wanted = third.result(), alone.result()
     assert not told.faulty.any()
     assert told.token_ids.tolist() == wanted.token_ids.tolist()
+
+
+@pytest.mark.parametrize("masked", [[0], [1], [2], [0, 2], [0, 1, 2]])
+def test_a_graph_with_room_for_more_rows_draws_late_for_those_that_wait(
+    engine: CudaEngine, masked: list[int]
+) -> None:
+    # The smallest graph for three rows has four.
+    tokens = []
+    for places in ([], masked):
+        plans = builder()
+        prompts = {row: prompt_of(6, row) for row in range(3)}
+        engine.launch(plans.plan(prefill=prompts)).result()
+        plan = plans.plan(decode=[0, 1, 2])
+        step = engine.launch(replace(plan, masked=np.array(places, np.int32)))
+        if places:
+            step.provide_masks(np.concatenate([only(17 + place) for place in places]))
+        result = step.result()
+        assert not result.faulty.any()
+        tokens.append(result.token_ids)
+    tokens[0][masked] = 17 + np.array(masked)
+    assert tokens[1].tolist() == tokens[0].tolist()
 
 
 def test_a_mask_that_allows_nothing_makes_its_own_row_faulty(engine: CudaEngine) -> None:

@@ -16,7 +16,9 @@ from tests.worker.engine.cuda.features import (
     opening,
     random_masks,
 )
+from worker.engine.cuda.packing import pack
 from worker.engine.cuda.sampling import FAULTY
+from worker.engine.cuda.staging import MASK_NUMBER, align_words, padding_block, write_rows
 from worker.engine.logprobs import token_logprobs
 from worker.step import Int32Array, RowOpening, SamplingBatch, StepPlan
 
@@ -211,6 +213,53 @@ def test_logits_that_are_not_finite_stay_so_under_a_mask(device: torch.device) -
     token_ids, _ = Device(device).step(plan, logits, masks)
     assert token_ids[1] == token_ids[0] == FAULTY
     assert (token_ids[2:] >= 0).all()
+
+
+@pytest.mark.parametrize("masked", [[], [4], [6]])
+def test_logits_that_are_not_finite_stay_so_when_they_are_adjusted(
+    masked: list[int], device: torch.device
+) -> None:
+    rng = np.random.default_rng(8)
+    plan = replace(plan_of_step(0, rng), masked=np.array(masked, np.int32))
+    logits = model_logits(len(ROWS), seed=9)
+    # Of a row that allows some ids, and not this one.
+    row = ADJUSTED[3]
+    allowed = plan.openings[3].allowed_ids
+    assert allowed is not None
+    logits[row, np.setdiff1d(np.arange(VOCAB_SIZE), allowed)[0]] = float("nan")
+    masks = np.full((len(masked), -(-VOCAB_SIZE // 32)), -1, np.int32)
+    token_ids, _ = Device(device).step(plan, logits, masks if masked else None)
+    assert token_ids[row] == FAULTY
+    assert (np.delete(token_ids, row) >= 0).all()
+
+
+def test_a_mask_that_allows_nothing_is_a_fault_of_an_adjusted_row_too(
+    device: torch.device,
+) -> None:
+    rng = np.random.default_rng(9)
+    plan = replace(plan_of_step(0, rng), masked=np.array([1, 5], np.int32))
+    masks = random_masks(rng, 2)
+    masks[0] = 0
+    token_ids, _ = Device(device).step(plan, model_logits(len(ROWS), seed=10), masks)
+    assert 1 in ADJUSTED
+    assert token_ids[1] == FAULTY
+    assert (np.delete(token_ids, 1) >= 0).all()
+
+
+def test_a_mask_alone_needs_nothing_to_travel_with_the_plan() -> None:
+    lens = np.full(len(ROWS), 35, np.int32)
+    plan = replace(decode_plan(ROWS, lens, sampling(len(ROWS))), masked=MASKED)
+    assert pack(plan, VOCAB_SIZE) is None
+
+
+def test_a_row_block_forgets_the_masks_of_the_step_before() -> None:
+    block = padding_block(MAX_ROWS, align_words(len(ROWS) + 1)).numpy()
+    plan = decode_plan(ROWS, np.full(len(ROWS), 35, np.int32), sampling(len(ROWS)))
+    for masked in ([0, 2], [], [1]):
+        write_rows(block, replace(plan, masked=np.array(masked, np.int32)))
+        numbers = np.zeros(block.shape[1], np.int32)
+        numbers[masked] = 1 + np.arange(len(masked))
+        assert np.array_equal(block[MASK_NUMBER], numbers)
 
 
 def test_a_mask_that_allows_nothing_is_a_fault_of_its_row_alone(device: torch.device) -> None:
