@@ -2,6 +2,8 @@
 
 Everything is bounded: how many requests wait for their rules and how long, so how many rules
 are under way, and how many are kept and how large.
+
+A rule that many follow gets copies, so that they need not wait for each other.
 """
 
 import logging
@@ -9,12 +11,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shared.errors import InvalidArgumentError, QueueFullError, ServingError
 from shared.types import StructuredOutput
 from worker.structured.compiler_threads import CompilerThreads
 from worker.structured.contract import CompiledRule, GrammarLibrary
+from worker.structured.rule import Rule
 
 # One hostile rule does not keep the others waiting.
 _NUM_THREADS = 2
@@ -23,8 +27,12 @@ _RETRY_AFTER_MS = 1000
 _PATIENCE_S = 1.0
 # Of an entry of the cache beside its rule and its texts.
 _ENTRY_BYTES = 1024
+# Beyond so many there is another copy; their masks take some 0.1 ms one after the other.
+_FOLLOWERS_OF_A_COPY = 8
+# Larger ones take tens of milliseconds to compile.
+_MOST_COPIED_BYTES = 8_000_000
 
-Outcome = CompiledRule | ServingError
+Outcome = Rule | ServingError
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +49,7 @@ class _Job:
 class _Known:
     """What became of a rule, and about what keeping it takes."""
 
-    outcome: CompiledRule | InvalidArgumentError
+    outcome: Rule | InvalidArgumentError
     num_bytes: int
 
 
@@ -69,6 +77,8 @@ class RuleCompiler:
         self._cached_bytes = 0
         self._jobs: dict[StructuredOutput, _Job] = {}
         self._threads = CompilerThreads(_NUM_THREADS)
+        # No rule waits for copies of others.
+        self._copying = CompilerThreads(1)
 
     @property
     def is_idle(self) -> bool:
@@ -82,12 +92,27 @@ class RuleCompiler:
         self._cache.move_to_end(structure)
         return known.outcome
 
-    def drop(self, rule: CompiledRule) -> None:
+    def spread(self, rule: Rule) -> None:
+        """Has the rule copied once more if so many follow it."""
+        wanted = min(self._library.threads, -(-rule.num_followers // _FOLLOWERS_OF_A_COPY))
+        known = self._cache.get(rule.structure)
+        if rule.num_copies >= wanted or known is None or known.outcome is not rule:
+            return
+        num_bytes = known.num_bytes + rule.num_bytes
+        if rule.num_bytes > _MOST_COPIED_BYTES or num_bytes > self._cache_bytes:
+            return
+        rule.num_copies += 1
+        self._cache[rule.structure] = replace(known, num_bytes=num_bytes)
+        self._cached_bytes += rule.num_bytes
+        self._trim()
+        future = self._copying.submit(self._library.compile, rule.structure)
+        future.add_done_callback(partial(_add_copy, rule))
+
+    def drop(self, rule: Rule) -> None:
         """It went wrong in use, so it is compiled anew for those who ask from now on."""
-        for structure, known in self._cache.items():
-            if known.outcome is rule:
-                self._forget_outcome(structure)
-                return
+        known = self._cache.get(rule.structure)
+        if known is not None and known.outcome is rule:
+            self._forget_outcome(rule.structure)
 
     def request(self, uid: int, structure: StructuredOutput, now: float) -> None:
         """Compiles the rule; `take_done` will tell of it. QueueFullError: too many wait."""
@@ -125,7 +150,7 @@ class RuleCompiler:
         told: list[tuple[int, Outcome]] = []
         for structure, job in list(self._jobs.items()):
             if job.future.done():
-                outcome = _outcome_of(job.future)
+                outcome = _outcome_of(job.future, structure)
                 self._keep(structure, outcome)
                 del self._jobs[structure]
                 told += [(uid, outcome) for uid in job.deadlines]
@@ -137,6 +162,7 @@ class RuleCompiler:
 
     def close(self) -> None:
         """Waits about a second at most for what is under way."""
+        self._copying.close(_PATIENCE_S)
         self._threads.close(_PATIENCE_S)
 
     def _keep(self, structure: StructuredOutput, outcome: Outcome) -> None:
@@ -150,6 +176,9 @@ class RuleCompiler:
             return
         self._cache[structure] = _Known(outcome, num_bytes)
         self._cached_bytes += num_bytes
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self._cache) > self._cache_entries or self._cached_bytes > self._cache_bytes:
             self._forget_outcome(next(iter(self._cache)))
 
@@ -168,10 +197,21 @@ class RuleCompiler:
         )
 
 
-def _outcome_of(future: "Future[CompiledRule]") -> Outcome:
+def _add_copy(rule: Rule, future: "Future[CompiledRule]") -> None:
+    if future.cancelled():
+        return
     error = future.exception()
     if error is None:
-        return future.result()
+        rule.add(future.result())
+    else:
+        # There are as many as before, which do.
+        _log.warning("a structured output could not be compiled once more", exc_info=error)
+
+
+def _outcome_of(future: "Future[CompiledRule]", structure: StructuredOutput) -> Outcome:
+    error = future.exception()
+    if error is None:
+        return Rule(structure, future.result())
     if isinstance(error, ServingError):
         # Kept for long, and its traceback would keep all that the compiler had at hand.
         error.__cause__ = error.__context__ = None

@@ -11,7 +11,8 @@ from shared.errors import InvalidArgumentError, ServingError
 from shared.types import StructuredOutput
 from worker.step import Int32Array
 from worker.structured.compiler import Outcome, RuleCompiler
-from worker.structured.contract import CompiledRule, GrammarLibrary, Matcher
+from worker.structured.contract import GrammarLibrary, Matcher
+from worker.structured.rule import Rule
 
 _ALL_IDS = np.int32(-1)
 # A matcher that takes longer for a token holds up every other request's, too.
@@ -39,7 +40,9 @@ class _Followed:
     """A request with its matcher, and by how much that was too slow so far."""
 
     matcher: Matcher
-    rule: CompiledRule
+    rule: Rule
+    # No token yet.
+    is_new: bool = True
     excess_s: float = 0.0
     # The matcher raised something, after which it is not to be trusted.
     is_broken: bool = False
@@ -126,14 +129,20 @@ class StructuredOutputs:
     def forget(self, is_live: Callable[[int], bool]) -> None:
         """Drops what belongs to requests that have ended."""
         for uid in [uid for uid in self._followed if not is_live(uid)]:
-            del self._followed[uid]
+            self._leave(uid)
         self._compiler.forget(is_live)
 
     def accept(self, tokens: Iterable[tuple[int, int]]) -> list[Fault]:
         """(uid, token id) of requests that go on; returns those that cannot. One that has ended
         is passed over."""
-        find = self._followed.get
-        going = [(uid, one, token) for uid, token in tokens if (one := find(uid)) is not None]
+        going: list[_Going] = []
+        for uid, token in tokens:
+            one = self._followed.get(uid)
+            if one is None:
+                continue
+            if one.is_new:
+                self._settle(uid, one)
+            going.append((uid, one, token))
         began_at = time.perf_counter()
         if self._times_each or self._library.threads == 1 or len(going) < 2:
             suspects = self._accept_each(going)
@@ -248,15 +257,24 @@ class StructuredOutputs:
     def _follow(self, uid: int, outcome: Outcome) -> ServingError | None:
         if isinstance(outcome, ServingError):
             return outcome
-        try:
-            matcher = outcome.matcher()
-        except BaseException as error:
-            _reraise_exit(error)
-            _log.error("no matcher could be made for request %d", uid, exc_info=error)
+        matcher = _matcher_of(outcome, uid)
+        if matcher is None:
             self._compiler.drop(outcome)
             return _fault_of_ours()
         self._followed[uid] = _Followed(matcher, outcome)
+        outcome.num_followers += 1
+        self._compiler.spread(outcome)
         return None
+
+    def _settle(self, uid: int, one: _Followed) -> None:
+        """Before its first token any copy of its rule does, and there may be more by now than
+        when it came: those who come together do not all stay with the first."""
+        one.is_new = False
+        if one.rule.has_copies:
+            one.matcher = _matcher_of(one.rule, uid) or one.matcher
+
+    def _leave(self, uid: int) -> None:
+        self._followed.pop(uid).rule.num_followers -= 1
 
     def _faults_of(self, suspects: Iterable[_Suspect]) -> list[Fault]:
         """A request with a fault is not followed any more."""
@@ -266,11 +284,21 @@ class StructuredOutputs:
             if error is None:
                 continue
             faults.append((uid, error))
-            del self._followed[uid]
-            # All matchers of a rule share what the library learnt of it, and may share the fault:
+            self._leave(uid)
+            # Matchers of a rule share what the library learnt of it, and may share the fault:
             # once it knows as many states as it may, every one that needs another fails.
             self._compiler.drop(followed.rule)
         return faults
+
+
+def _matcher_of(rule: Rule, uid: int) -> Matcher | None:
+    """None, and the log says why: the library is at fault."""
+    try:
+        return rule.matcher()
+    except BaseException as error:
+        _reraise_exit(error)
+        _log.error("no matcher could be made for request %d", uid, exc_info=error)
+        return None
 
 
 def _error_of(uid: int, followed: _Followed) -> ServingError | None:

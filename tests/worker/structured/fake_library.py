@@ -1,6 +1,7 @@
 """A grammar library whose rules are lists of token ids, and whose compiler the test stops."""
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,8 @@ class FakeLibrary:
         # Set while a compiler is at work.
         self.compiling = threading.Event()
         self.compiled: list[str] = []
+        # How many tokens were accepted, by which of the compilations.
+        self.accepted_by: Counter[int] = Counter()
         self.log: list[tuple[str, int]] = []
         # A matcher that has accepted as many tokens has a fault, to which the rule is to blame.
         self.limit = 1 << 20
@@ -55,7 +58,7 @@ class FakeLibrary:
             raise InvalidArgumentError("structured_output.grammar", "makes no sense")
         token_ids = [int(part) for part in structure.text.split()]
         self.stumble("compile", token_ids)
-        return FakeRule(self, token_ids)
+        return FakeRule(self, token_ids, len(self.compiled))
 
     def stumble(self, where: str, token_ids: Sequence[int]) -> None:
         error = self.broken.get((where, token_ids[0]))
@@ -87,9 +90,10 @@ class FakeLibrary:
 class FakeRule:
     """Compiled."""
 
-    def __init__(self, library: FakeLibrary, token_ids: list[int]) -> None:
+    def __init__(self, library: FakeLibrary, token_ids: list[int], number: int) -> None:
         self._library = library
         self._token_ids = token_ids
+        self._number = number
 
     @property
     def num_bytes(self) -> int:
@@ -100,21 +104,23 @@ class FakeRule:
         if not self._library.matchers_left:
             raise RuntimeError("no more matchers")
         self._library.matchers_left -= 1
-        return FakeMatcher(self._library, self._token_ids)
+        return FakeMatcher(self._library, self._token_ids, self._number)
 
 
 class FakeMatcher:
     """Remembers what it accepted."""
 
-    def __init__(self, library: FakeLibrary, token_ids: list[int]) -> None:
+    def __init__(self, library: FakeLibrary, token_ids: list[int], number: int) -> None:
         self._library = library
         self.token_ids = token_ids
+        self._number = number
         self.accepted: list[int] = []
         self._is_broken = False
 
     def accept(self, token_id: int) -> bool:
         self._library.stumble("accept", self.token_ids)
         self.accepted.append(token_id)
+        self._library.accepted_by[self._number] += 1
         return self.fault() is None
 
     def accept_safely(self, token_id: int) -> bool:
