@@ -244,6 +244,8 @@ def test_a_flood_of_new_rules_leaves_their_places_to_free_requests() -> None:
 def test_whoever_waits_no_more_leaves_its_place_before_the_compiler() -> None:
     serving = Serving(compiler_gated=True, most_structures_waiting=1)
     serving.submit(1, [1], structure=rule([1]))
+    # Until a compiler takes it, it counts even when it has ended.
+    assert serving.grammars.compiling.wait(AT_ONCE_S * 10)
     serving.submit(2, [2], structure=rule([2]))
     assert failed(serving.end_of(2)).code is Code.RESOURCE_EXHAUSTED
     serving.send(Abort((1,), report=True))
