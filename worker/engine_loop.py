@@ -160,7 +160,7 @@ class EngineLoop:
             self._tell()
         result = None if launched is None else self._commit(launched)
         if self._structures is not None and not self._structures.is_idle:
-            self._structures.forget(self._scheduler.is_live)
+            self._structures.forget(self._scheduler.live_uids)
         if launched is not None and result is not None:
             self._accept(launched, result)
         if self._overlap:

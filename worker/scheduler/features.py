@@ -21,6 +21,9 @@ class RowFeatures:
     def __init__(self, info: EngineInfo, eos_token_ids: Iterable[int]) -> None:
         shape = info.max_rows
         self.num_open = 0
+        # Of them, those whose logits are adjusted, at least at first; and those with logprobs.
+        self._num_adjusted = 0
+        self._num_told = 0
         self.num_logprobs = np.full(shape, _NOT_ASKED, np.int32)
         self.num_prompt_logprobs = np.full(shape, _NOT_ASKED, np.int32)
         self._eos_token_ids = tuple(i for i in eos_token_ids if i < info.vocab_size)
@@ -51,13 +54,17 @@ class RowFeatures:
         self.num_logprobs[row] = _NOT_ASKED if new.logprobs is None else new.logprobs
         if wants_prompt and new.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = new.prompt_logprobs
+        self._num_told += self._is_told(row)
         if adjusts or bans:
+            self._num_adjusted += 1
             self._openings.append(_opening(row, request, self._banned_ids(new)))
 
     def close(self, row: int) -> None:
         if not self._is_open[row]:
             return
         self.num_open -= 1
+        self._num_adjusted -= bool(self._adjusts[row] or self._min_lens[row])
+        self._num_told -= self._is_told(row)
         self._is_open[row] = self._adjusts[row] = self._is_masked[row] = False
         self._min_lens[row] = 0
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NOT_ASKED
@@ -69,6 +76,8 @@ class RowFeatures:
 
     def adjusted(self, rows: IndexArray, samples: BoolArray, positions: Int32Array) -> Int32Array:
         """Indices of `rows` whose token at these positions is drawn from adjusted logits."""
+        if not self._num_adjusted:
+            return _NONE
         adjusts = self._adjusts[rows] | (positions < self._min_lens[rows])
         return _indices(samples & adjusts)
 
@@ -83,6 +92,8 @@ class RowFeatures:
         chunks: Sequence[Chunk],
     ) -> LogprobsPlan | None:
         """What the step owes; the last rows are those of `chunks`."""
+        if not self._num_told:
+            return None
         sampled = _indices(samples & (self.num_logprobs[rows] != _NOT_ASKED))
         prompts = [
             (i, chunk)
@@ -119,6 +130,10 @@ class RowFeatures:
             prompt_rows=np.array(prompt_rows, np.int32),
             prompt_counts=np.array(counts, np.int32),
         )
+
+    def _is_told(self, row: int) -> bool:
+        asked = max(self.num_logprobs[row], self.num_prompt_logprobs[row])
+        return bool(asked != _NOT_ASKED)
 
     def _banned_ids(self, new: NewRequest) -> Int32Array:
         if not new.min_tokens:

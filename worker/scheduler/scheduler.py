@@ -5,7 +5,7 @@ order; `plan` may be called while earlier steps are in flight.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 
 import numpy as np
 
@@ -82,8 +82,10 @@ class Scheduler:
         """Nodes of the radix tree, whose number should cost nothing."""
         return self._lifecycle.kv.tree.num_nodes
 
-    def is_live(self, uid: int) -> bool:
-        return uid in self._lifecycle.live
+    @property
+    def live_uids(self) -> KeysView[int]:
+        """Of all requests that have not ended."""
+        return self._lifecycle.live.keys()
 
     def uids_of(self, rows: Int32Array) -> Int64Array:
         """The requests that hold these rows."""

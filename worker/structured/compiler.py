@@ -9,7 +9,7 @@ A rule that many follow gets copies, so that they need not wait for each other.
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,10 +132,10 @@ class RuleCompiler:
             job.future.add_done_callback(lambda _: self._wake())
         job.deadlines[uid] = now + self._timeout_s
 
-    def forget(self, is_live: Callable[[int], bool]) -> None:
+    def forget(self, live: Set[int]) -> None:
         """Drops the requests that wait no more, and what nobody waits for if it can be."""
         for structure, job in list(self._jobs.items()):
-            for uid in [uid for uid in job.deadlines if not is_live(uid)]:
+            for uid in job.deadlines.keys() - live:
                 del job.deadlines[uid]
             if not job.deadlines and job.future.cancel():
                 del self._jobs[structure]

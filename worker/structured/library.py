@@ -106,26 +106,35 @@ class LLGuidance:
         return LLRule(matcher, _bytes_of(grammar, time.thread_time() - began_s))
 
     def accept(self, tokens: Sequence[tuple[Matcher, int]]) -> list[int]:
+        pairs = _inner(tokens)
+        executor = self._executor_for(tokens)
         # Either way the library catches a panic, and makes it that matcher's fault.
-        if self._executor is not None and (places := _by_rule(tokens)):
-            pairs = _inner([tokens[i] for i in places])
-            are_sound = self._executor.consume_token_par(pairs)
+        if executor is not None:
+            are_sound = executor.consume_token_par(pairs)
         else:
-            places = range(len(tokens))
-            are_sound = [inner.consume_token(token_id) for inner, token_id in _inner(tokens)]
-        return [i for i, is_sound in zip(places, are_sound, strict=True) if not is_sound]
+            are_sound = [inner.consume_token(token_id) for inner, token_id in pairs]
+        return [i for i, is_sound in enumerate(are_sound) if not is_sound]
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], bitmasks: Int32Array) -> list[int]:
         row_bytes = bitmasks.strides[0]
         address = bitmasks.ctypes.data
         pairs = _inner(matchers)
-        if self._executor is not None and (places := _by_rule(matchers)):
-            ordered = [pairs[i] for i in places]
-            self._executor.unsafe_compute_mask_ptr(ordered, address, row_bytes, len(bitmasks))
+        executor = self._executor_for(matchers)
+        if executor is not None:
+            executor.unsafe_compute_mask_ptr(pairs, address, row_bytes, len(bitmasks))
         else:
             for inner, row in pairs:
                 inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
         return [i for i, (inner, _) in enumerate(pairs) if inner.is_error()]
+
+    def _executor_for(self, matchers: Sequence[tuple[Matcher, int]]) -> LLExecutor | None:
+        """None where this thread alone is faster: matchers of one rule share a lock, so that
+        two threads took 1.1 to 1.5 times as long for 128 of them, and 1.3 times the work."""
+        ours = _ours(matchers)
+        if self._executor is None or not ours:
+            return None
+        rule = ours[0][0].rule
+        return self._executor if any(one.rule is not rule for one, _ in ours) else None
 
 
 class LLRule:
@@ -164,18 +173,6 @@ class LLMatch:
 def _ours(matchers: Sequence[tuple[Matcher, int]]) -> Sequence[tuple[LLMatch, int]]:
     # One cast for all, because a call for each would take as long as all the rest.
     return cast(Sequence[tuple[LLMatch, int]], matchers)
-
-
-def _by_rule(matchers: Sequence[tuple[Matcher, int]]) -> Sequence[int]:
-    """Places of matchers for several threads to work on, those of a rule together.
-
-    Empty if all are of one rule: these share a lock, so that two threads took 1.1 to 1.5 times as
-    long as one for 128 of them, and 1.3 times the work.
-    """
-    rules = [id(match.rule) for match, _ in _ours(matchers)]
-    if len(set(rules)) < 2:
-        return ()
-    return sorted(range(len(rules)), key=rules.__getitem__)
 
 
 def _inner(matchers: Sequence[tuple[Matcher, int]]) -> list[tuple[LLMatcher, int]]:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,11 +126,11 @@ class StructuredOutputs:
         """When `take_ready` will have news at the latest, if anything is waited for."""
         return self._compiler.next_deadline()
 
-    def forget(self, is_live: Callable[[int], bool]) -> None:
-        """Drops what belongs to requests that have ended."""
-        for uid in [uid for uid in self._followed if not is_live(uid)]:
+    def forget(self, live: Set[int]) -> None:
+        """Drops what belongs to requests that have ended, those that are not `live`."""
+        for uid in self._followed.keys() - live:
             self._leave(uid)
-        self._compiler.forget(is_live)
+        self._compiler.forget(live)
 
     def accept(self, tokens: Iterable[tuple[int, int]]) -> list[Fault]:
         """(uid, token id) of requests that go on; returns those that cannot. One that has ended

@@ -111,7 +111,7 @@ def test_copies_take_room_of_other_rules(following: Following, grammars: FakeLib
 def test_those_who_have_ended_do_not_count(following: Following, grammars: FakeLibrary) -> None:
     for begin in range(0, 60, FEW):
         following.begin(range(begin, begin + FEW), rule([1]))
-        following.outputs.forget(lambda uid: False)
+        following.outputs.forget(set())
     # A fault ends a request as well.
     following.begin([60], rule([1]))
     assert following.outputs.accept([(60, 9)])
