@@ -8,6 +8,7 @@ A rule that many follow gets copies, so that they need not wait for each other.
 
 import logging
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from concurrent.futures import Future
@@ -103,6 +104,7 @@ class RuleCompiler:
             return
         rule.num_copies += 1
         self._cache[rule.structure] = replace(known, num_bytes=num_bytes)
+        self._cache.move_to_end(rule.structure)
         self._cached_bytes += rule.num_bytes
         self._trim()
         future = self._copying.submit(self._library.compile, rule.structure)
@@ -135,7 +137,7 @@ class RuleCompiler:
     def forget(self, live: Set[int]) -> None:
         """Drops the requests that wait no more, and what nobody waits for if it can be."""
         for structure, job in list(self._jobs.items()):
-            for uid in job.deadlines.keys() - live:
+            for uid in [uid for uid in job.deadlines if uid not in live]:
                 del job.deadlines[uid]
             if not job.deadlines and job.future.cancel():
                 del self._jobs[structure]
@@ -162,8 +164,11 @@ class RuleCompiler:
 
     def close(self) -> None:
         """Waits about a second at most for what is under way."""
-        self._copying.close(_PATIENCE_S)
-        self._threads.close(_PATIENCE_S)
+        deadline = time.monotonic() + _PATIENCE_S
+        for threads in (self._threads, self._copying):
+            threads.stop()
+        for threads in (self._threads, self._copying):
+            threads.join(deadline)
 
     def _keep(self, structure: StructuredOutput, outcome: Outcome) -> None:
         """Only what would come out the same again: a rule, or what is wrong with it."""

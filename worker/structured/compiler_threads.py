@@ -32,7 +32,7 @@ class _Work:
 
 
 class CompilerThreads:
-    """Started with the first rule. Close them.
+    """Started with the first rule. `stop` and `join` them.
 
     Not a ThreadPoolExecutor: the interpreter joins its threads at the end, however long a
     rule still takes.
@@ -59,10 +59,8 @@ class CompilerThreads:
         self._work.put(work)
         return work.future
 
-    def close(self, patience_s: float) -> None:
-        """Cancels what is not begun. What is under way has so long to end, for a thread that
-        comes back from the library while the interpreter goes down may crash the process."""
-        deadline = time.monotonic() + patience_s
+    def stop(self) -> None:
+        """Cancels what is not begun; threads end with what is under way."""
         while True:
             try:
                 work = self._work.get_nowait()
@@ -72,6 +70,10 @@ class CompilerThreads:
                 work.future.cancel()
         for _ in self._threads:
             self._work.put(None)
+
+    def join(self, deadline: float) -> None:
+        """Waits for them until then, for a thread that comes back from the library while the
+        interpreter goes down may crash the process."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

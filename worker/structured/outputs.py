@@ -128,7 +128,7 @@ class StructuredOutputs:
 
     def forget(self, live: Set[int]) -> None:
         """Drops what belongs to requests that have ended, those that are not `live`."""
-        for uid in self._followed.keys() - live:
+        for uid in [uid for uid in self._followed if uid not in live]:
             self._leave(uid)
         self._compiler.forget(live)
 

@@ -40,7 +40,8 @@ def test_closing_waits_for_what_is_about_to_end_and_cancels_the_rest() -> None:
     begun, queued = (threads.submit(library.compile, rule([i])) for i in (1, 2))
     assert library.compiling.wait(WAIT_S)
     queued.add_done_callback(lambda _: library.gate.set())
-    threads.close(WAIT_S)
+    threads.stop()
+    threads.join(time.monotonic() + WAIT_S)
     assert begun.done() and not begun.cancelled()
     assert queued.cancelled()
     assert library.compiled == ["1"]
@@ -52,7 +53,8 @@ def test_closing_is_patient_for_so_long_and_no_longer() -> None:
     begun = threads.submit(library.compile, rule([1]))
     assert library.compiling.wait(WAIT_S)
     began_at = time.monotonic()
-    threads.close(0.05)
+    threads.stop()
+    threads.join(time.monotonic() + 0.05)
     assert 0.05 <= time.monotonic() - began_at < 1.0
     assert not begun.done()
     library.gate.set()
@@ -71,4 +73,5 @@ def test_cancelled_rules_are_passed_over_and_count_until_then() -> None:
         future.result(WAIT_S)
     assert library.compiled == ["1", "3"]
     assert threads.num_queued == 0
-    threads.close(WAIT_S)
+    threads.stop()
+    threads.join(time.monotonic() + WAIT_S)

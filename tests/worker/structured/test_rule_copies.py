@@ -108,6 +108,29 @@ def test_copies_take_room_of_other_rules(following: Following, grammars: FakeLib
     assert grammars.compiled[4:] == ["1"]
 
 
+def test_a_rule_that_is_copied_is_not_the_one_that_makes_room(
+    following: Following, grammars: FakeLibrary
+) -> None:
+    grammars.rule_bytes = CACHE_BYTES * 3 // 10
+    grammars.gate.clear()
+    # Compiled and told of together, the one with many followers first.
+    for uid in range(20):
+        following.outputs.begin(uid, rule([1]), now=0.0)
+    following.outputs.begin(20, rule([2]), now=0.0)
+    grammars.gate.set()
+    wait_until(lambda: len(grammars.compiled) == 2)
+    ready: list[int] = []
+
+    def all_are_told() -> bool:
+        ready.extend(uid for uid, _ in following.outputs.take_ready(now=0.0))
+        return len(ready) == 21
+
+    wait_until(all_are_told)
+    wait_until(lambda: grammars.compiled.count("1") == 3)
+    following.begin([21], rule([1]))
+    assert grammars.compiled.count("1") == 3
+
+
 def test_those_who_have_ended_do_not_count(following: Following, grammars: FakeLibrary) -> None:
     for begin in range(0, 60, FEW):
         following.begin(range(begin, begin + FEW), rule([1]))
