@@ -16,6 +16,7 @@ from tests.worker.structured.test_rules import JSON_GBNF
 from tests.worker.structured.vocabulary import encode, library
 from worker.engine.cpu import CpuEngine
 from worker.messages import NewRequest
+from worker.structured.library import LLRule
 
 NUM_SCHEMAS = 200
 MAX_TOKENS = 320
@@ -99,9 +100,33 @@ def test_free_requests_draw_the_same_beside_constrained_ones(
 
 
 def test_constrained_requests_draw_the_same_alone(mixed: Outcome, engine: CpuEngine) -> None:
-    for seed in range(12):
+    for seed in range(NUM_SCHEMAS):
         alone = run(engine, GRAMMARS, [schema_request(seed)])
         assert alone.token_ids == {seed: mixed.token_ids[seed]}
+        assert alone.reason(seed) is mixed.reason(seed)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_of_one_rule_draw_the_same_when_it_has_copies(
+    engine: CpuEngine, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structure = schema_request(4).structured_output
+    requests = [request(uid, structure) for uid in range(60)]
+    grammars, compiled = library(threads=3), []
+    compile_rule = grammars.compile
+
+    def compile_and_count(structure: StructuredOutput) -> LLRule:
+        compiled.append(structure)
+        return compile_rule(structure)
+
+    monkeypatch.setattr(grammars, "compile", compile_and_count)
+    together = run(engine, grammars, requests, overlap=overlap)
+    assert len(compiled) == 3
+    one_by_one = run(engine, GRAMMARS, requests, overlap=overlap)
+    assert together.token_ids == one_by_one.token_ids
+    for uid in range(60):
+        if together.reason(uid) is FinishReason.EOS:
+            jsonschema.validate(json.loads(together.text(uid)), random_schema(4))
 
 
 def test_the_serial_loop_gives_the_same(mixed: Outcome, engine: CpuEngine) -> None:
