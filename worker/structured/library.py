@@ -128,8 +128,8 @@ class LLGuidance:
         return [i for i, (inner, _) in enumerate(pairs) if inner.is_error()]
 
     def _executor_for(self, matchers: Sequence[tuple[Matcher, int]]) -> LLExecutor | None:
-        """None where this thread alone is faster: matchers of one rule share a lock, so that
-        two threads took 1.1 to 1.5 times as long for 128 of them, and 1.3 times the work."""
+        """None where this thread alone is faster: matchers of one compilation share a lock, so
+        that two threads took 1.1 to 1.5 times as long for 128 of them, and 1.3 times the work."""
         ours = _ours(matchers)
         if self._executor is None or not ours:
             return None
